@@ -1,4 +1,4 @@
-"""The examples whose gradients are finite, and who asks for them."""
+"""What looks run: examples whose gradients are finite, and random numbers of one look."""
 
 import random
 
@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.batch_check import apart_in
+from noshuffle.clipping.batch_check import apart_in, still_apart
 from noshuffle.clipping.layers import Mixes, NotNow
-from noshuffle.clipping.look_runs import finite_gradients
+from noshuffle.clipping.look_runs import finite_gradients, new_seed
 
 
 class Roots(nn.Module):
@@ -90,5 +90,91 @@ def test_a_batch_is_looked_at_with_all_examples_that_are_finite(monkeypatch, bad
     monkeypatch.setattr("noshuffle.clipping.batch_check.finite_gradients", counted)
     x[list(bad)] = 0.0
     with pytest.raises(NotNow if len(bad) == 32 else Mixes):
-        apart_in(Model(), lambda out, y: (out[:, 0] - y).square(), (x, torch.randn(32)))
+        apart_in(Model(), lambda out, y: (out[:, 0] - y).square(), (x, torch.randn(32)), seed=0)
     assert sizes == [32 - len(bad)]
+
+
+class Rarely(nn.Module):
+    """Adds the mean of a large batch where a draw says so; the way back does it where it draws."""
+
+    def __init__(self, chance: float, *, on_the_way_back: bool = False) -> None:
+        super().__init__()
+        self.layer, self.chance, self.is_back = nn.Linear(4, 3), chance, on_the_way_back
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.is_back:
+            return RareWayBack.apply(self.layer(x), self.chance)
+        is_it = float(torch.rand(())) < self.chance
+        return self.layer(x + x.mean(0) if is_it and len(x) > 12 else x)
+
+
+class RareWayBack(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, chance):
+        ctx.chance = chance
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx, grad):
+        is_it = float(torch.rand(())) < ctx.chance
+        return (grad + grad.mean(0) if is_it and len(grad) > 12 else grad), None
+
+
+def is_apart(model: nn.Module, seed: int | None, size: int = 20) -> bool:
+    draw = torch.Generator().manual_seed(3)
+    x, y = torch.randn(size, 4, generator=draw), torch.randint(3, (size,), generator=draw)
+    try:
+        still_apart(model, nn.CrossEntropyLoss(), (x, y), seed=seed)
+    except Mixes:
+        return False
+    return True
+
+
+@pytest.mark.parametrize("on_the_way_back", [False, True])
+def test_mixing_behind_a_rare_draw_is_found_by_the_looks_that_draw_it(on_the_way_back) -> None:
+    torch.manual_seed(0)
+    model = Rarely(0.1, on_the_way_back=on_the_way_back)
+    seeds, found = range(100, 140), []
+    for seed in seeds:
+        found.append(not is_apart(model, seed))
+        assert found[-1] == (not is_apart(model, seed))  # a seed that is named is that one
+    draws = [float(torch.rand((), generator=torch.Generator().manual_seed(s))) for s in seeds]
+    assert found == [draw < 0.1 for draw in draws]
+    assert 0 < sum(found) < 20
+
+
+def test_every_look_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    seeds: list[int] = []
+
+    def drawn() -> int:
+        seeds.append(new_seed())
+        return seeds[-1]
+
+    monkeypatch.setattr("noshuffle.clipping.batch_check.new_seed", drawn)
+    model, state = Rarely(0.2), torch.get_rng_state()
+    while is_apart(model, None):
+        assert len(seeds) < 200  # 0.8 ** 200 is 4e-20
+    assert len(set(seeds)) == len(seeds)
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("rate", [0.5, 0.02, 0.002])
+def test_honest_draws_are_not_taken_for_mixing(rate: float) -> None:
+    """Masks of a batch of another size differ by themselves; rare ones do where nobody looked."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(4, 32), nn.Dropout(rate), nn.ReLU(), nn.Linear(32, 3))
+    assert all(is_apart(model, seed, size=32) for seed in range(40))
+
+
+def test_a_loss_that_goes_by_the_number_is_found_behind_a_draw_without_effect() -> None:
+    class Counts(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.layer(x) * (1.0 + 0.0 * torch.rand(())) / max(1, len(x) // 13)
+
+    torch.manual_seed(0)
+    assert not is_apart(Counts(), 5, size=40)

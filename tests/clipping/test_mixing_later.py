@@ -181,3 +181,36 @@ def test_losses_that_refuse_labels_are_looked_at(size: int, loss_fn: Any) -> Non
     wanted = PerExample().clipped_sum(model, loss_fn, (x, y), clip=Flat(0.1))
     for name, value in wanted.values.items():
         torch.testing.assert_close(found.values[name], value)
+
+
+def test_mixing_behind_a_rare_draw_is_found_by_the_look_that_draws_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Rarely(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(4, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            is_it = float(torch.rand(())) < 0.01
+            return self.layer(x + x.mean(0) if is_it and len(x) > 12 else x)
+
+    def draw_of(seed: int) -> float:
+        return float(torch.rand((), generator=torch.Generator().manual_seed(seed)))
+
+    torch.manual_seed(0)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: calls + 1)
+    model, engine, found = Rarely(), Ghost(), Heard()
+    engine.listeners.add(found.heard)
+    x, y = torch.randn(20, 4), torch.randint(3, (20,))
+    hit = next(seed for seed in range(9999) if draw_of(seed) < 0.01)
+    seeds = [seed for seed in range(100) if draw_of(seed) > 0.01][:4]
+    for seed in seeds:
+        monkeypatch.setattr("noshuffle.clipping.later_looks.new_seed", lambda seed=seed: seed)
+        engine.clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
+    assert not any(look.mixes for look in found.looks)
+    monkeypatch.setattr("noshuffle.clipping.later_looks.new_seed", lambda: hit)
+    with pytest.warns(RuntimeWarning, match="NOT PRIVATE"):
+        engine.clipped_sum(model, LOSS, (x, y), clip=Flat(1.0))
+    (mixes,) = [look.mixes for look in found.looks if look.mixes]
+    assert "the other examples of its batch" in mixes

@@ -15,8 +15,9 @@ from __future__ import annotations
 
 import math
 import secrets
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -26,13 +27,14 @@ from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
 from noshuffle.clipping.look_runs import (
+    FIXED,
+    LookRuns,
     finite_gradients,
-    gradient_of,
     is_low,
     loss_tolerance,
-    with_same_rng,
+    new_seed,
 )
-from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
+from noshuffle.clipping.objective import Batch, Loss, batch_size, take
 from noshuffle.clipping.products import roundoff
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
@@ -52,18 +54,22 @@ def still_apart(
     *,
     has_gradients: bool = True,
     is_first: bool = False,
+    seed: int | None = None,
 ) -> None:
     """The full look: raise Mixes if examples of this batch depend on the others, NotNow if none can
-    be asked; the model is as before. `is_first`: two examples have just been tried.
+    be asked; the model is as before. `is_first`: two examples have just been tried. `seed`: of all
+    random numbers that are compared, drawn from the operating system by default.
 
     A model may change from run to run by itself (a factor that grows): what is found is asked once
     more with every run from the same state.
     """
+    own = new_seed() if seed is None else seed
 
     def ask(*, restores: bool) -> None:
         if not is_first:
-            alone_still(model, loss_fn, batch, restores=restores)
-        apart_in(model, loss_fn, batch, has_gradients=has_gradients, restores=restores)
+            alone_still(model, loss_fn, batch, seed=own, restores=restores)
+        how = {"has_gradients": has_gradients, "restores": restores}
+        apart_in(model, loss_fn, batch, seed=own, **how)
 
     with put_back_after(model, has_trained=has_gradients):
         try:
@@ -85,6 +91,7 @@ def apart_in(
     loss_fn: Loss,
     batch: Batch,
     *,
+    seed: int,
     has_gradients: bool = True,
     restores: bool = False,
 ) -> None:
@@ -94,34 +101,26 @@ def apart_in(
     """
     rows = finite_rows(batch, *range(batch_size(batch)))
     params = list(trainable(model).values()) if has_gradients else []
-
-    def run(rows: Batch, seed: int = 0) -> Tensor:
-        back = put_back_after(model) if restores else nullcontext()
-        grads = torch.enable_grad() if params else without_gradient()
-        with with_same_rng(model, seed), grads, back:
-            return batch_losses(model, loss_fn, rows)
-
+    run = LookRuns(model, loss_fn, params, seed=seed, restores=restores)
     while batch_size(rows) > 1:
         try:
             asks = torch.enable_grad() if params else nullcontext()  # the loop may be under no_grad
             with as_written(model), rewritten(model, GradientTape(2, is_on=False)), asks:
-                is_asked, good = _apart(model, run, rows, params), usual(rows)
+                is_asked, good = _apart(run, rows), usual(rows)
                 if params and (not is_asked or len(good) < batch_size(rows)):
                     rows = _filled(rows, good)  # beside huge gradients all others are as nothing
-                    if not _apart(model, run, rows, params):
+                    if not _apart(run, rows):
                         good = finite_gradients(run, rows, params)
                         if not len(good):
                             raise NotNow("no gradient of an example is finite")
-                        _apart(model, run, _filled(rows, good), params)
+                        _apart(run, _filled(rows, good))
             return
         except torch.OutOfMemoryError:
             rows = take(rows, slice(batch_size(rows) // 2))
     raise NotNow("a batch of one example")
 
 
-def _apart(
-    model: nn.Module, run: Callable[..., Tensor], rows: Batch, params: Sequence[nn.Parameter]
-) -> bool:
+def _apart(run: LookRuns, rows: Batch) -> bool:
     """Raise if examples of these rows depend on the others; whether all gradients could be asked.
 
     One example may hide those of all: where its own would be infinite, 0·∞ is added to each.
@@ -132,13 +131,12 @@ def _apart(
     if not len(kept):
         raise NotNow("no loss of the examples that were chosen is finite")
     own = losses[kept]
-    low = is_low(model, own) or roundoff(next(model.parameters())) > 0.0
-    grads = gradient_of(own, params)
+    low = is_low(run.model, own) or roundoff(next(run.model.parameters())) > 0.0
+    grads = run.gradient(own)
     is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
-    if _among_themselves(run, rows, losses, low=low):
-        same_by_few(run, rows, kept, grads, params, low=low)
-    is_asked = adds_up(run, rows, losses, kept, grads, params) and is_asked
+    _by_number(run, rows, losses, kept, grads, low=low)
+    is_asked = adds_up(run, rows, losses, kept, grads) and is_asked
     for other in others:
         index = torch.full((len(losses),), other)
         index[kept] = kept
@@ -146,7 +144,7 @@ def _apart(
         if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
             raise Mixes("the loss of an example changes with the other examples of its batch")
         if other == others[0]:
-            is_asked = same_beside(run, rows, kept, grads, there, params, low=low) and is_asked
+            is_asked = same_beside(run, rows, kept, grads, there, low=low) and is_asked
     return is_asked
 
 
@@ -155,27 +153,55 @@ def _filled(rows: Batch, part: Tensor) -> Batch:
     return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
 
 
-def _among_themselves(
-    run: Callable[..., Tensor], rows: Batch, losses: Tensor, *, low: bool
-) -> bool:
-    """Raise unless some examples, from the first to the last, have their losses without the others.
+def _by_number(
+    run: LookRuns,
+    rows: Batch,
+    losses: Tensor,
+    kept: Tensor,
+    grads: Sequence[Tensor | None],
+    *,
+    low: bool,
+) -> None:
+    """Raise unless some examples have their losses, and those that were kept their gradient,
+    without the others.
 
-    False where a model draws random numbers: the same example has other masks there.
+    Not asked where random numbers show: the same example has other masks in another batch. Where
+    they are drawn and do not (a dropout of one in a thousand), they will in one batch or another:
+    what counts is seen under every fixed seed.
     """
     size = len(losses)
     picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
+    with without_gradient():
+        one, other = (run(take(rows, picks), seed).nan_to_num() for seed in FIXED[:2])
+    if not torch.equal(one, other):
+        return
+    for seed in FIXED if run.has_drawn else FIXED[:1]:
+        if run.has_drawn:
+            losses = run(rows, seed)
+            grads, losses = run.gradient(losses[kept], seed), losses.detach()
+        try:
+            _among_themselves(run, rows, losses, picks, seed=seed, low=low)
+            same_by_few(run, rows, kept, grads, seed=seed, low=low)
+        except Mixes as reason:
+            found = reason
+        else:
+            return
+    raise found
+
+
+def _among_themselves(
+    run: LookRuns, rows: Batch, losses: Tensor, picks: Tensor, *, seed: int, low: bool
+) -> None:
+    """Raise unless the examples that were picked have their losses without the others."""
     few = take(rows, picks)
     with without_gradient():
-        found = run(few)
-        if not torch.equal(found.nan_to_num(), run(few, seed=1).nan_to_num()):
-            return False
-        moved = (of_rounded(run, few) - found).abs()
-    among_all = losses.detach()[picks.to(losses.device)]
+        found = run(few, seed)
+        moved = (of_rounded(partial(run, seed=seed), few) - found).abs()
+    among_all = losses[picks.to(losses.device)]
     for own, whole, room in zip(found.tolist(), among_all.tolist(), moved.tolist()):
         # Where examples stay apart, one that is not finite is that in any batch.
         if math.isfinite(own) and not abs(own - whole) <= loss_tolerance(own, low=low) + room:
             raise Mixes("the loss of an example changes with the number of examples")
-    return True
 
 
 def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
@@ -200,7 +226,7 @@ def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) 
 
 
 def _stays(
-    run: Callable[[Batch], Tensor],
+    run: LookRuns,
     rows: Batch,
     kept: Tensor,
     own: Tensor,
@@ -222,8 +248,8 @@ def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor) -> bool
     first = secrets.randbelow(size)
     picks = torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size])
     tape = GradientTape(2, is_on=False)
-    with as_written(model), rewritten(model, tape), without_gradient(), with_same_rng(model):
-        alone = batch_losses(model, loss_fn, take(batch, picks))
+    with as_written(model), rewritten(model, tape):
+        alone = LookRuns(model, loss_fn, seed=new_seed())(take(batch, picks))
     among = losses.detach()[picks.to(losses.device)]
     fine = alone.isfinite()  # where examples stay apart, one that is not finite is that anywhere
     return _same(alone[fine], among[fine], low=is_low(model, alone))

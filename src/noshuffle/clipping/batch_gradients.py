@@ -11,13 +11,14 @@ their number or at the size of their gradients is seen here only. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
+from functools import partial
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from noshuffle.clipping.layers import Mixes
-from noshuffle.clipping.look_runs import gradient_of
+from noshuffle.clipping.look_runs import LookRuns
 from noshuffle.clipping.objective import Batch, take
 from noshuffle.clipping.products import wide
 from noshuffle.clipping.rule_check import length
@@ -25,12 +26,12 @@ from noshuffle.clipping.trial_rows import of_rounded
 
 
 def same_by_few(
-    run: Callable[..., Tensor],
+    run: LookRuns,
     rows: Batch,
     kept: Tensor,
     grads: Sequence[Tensor | None],
-    params: Sequence[nn.Parameter],
     *,
+    seed: int,
     low: bool,
 ) -> None:
     """Raise unless the examples that were kept have their gradient without the others.
@@ -38,21 +39,20 @@ def same_by_few(
     Batches of other sizes go through other kernels, so there is more room for rounding.
     """
     few, share = take(rows, kept), 0.2 if low else 5e-2
-    alone = gradient_of(run(few), params)
+    alone = run.gradient(run(few, seed), seed)
     gap, size = length(grads, alone), length(grads)
     if gap > share * size + 1e-12:
-        room = length(alone, gradient_of(of_rounded(run, few), params))
+        room = length(alone, run.gradient(of_rounded(partial(run, seed=seed), few), seed))
         if gap > share * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with the number of examples")
 
 
 def adds_up(
-    run: Callable[[Batch], Tensor],
+    run: LookRuns,
     rows: Batch,
     losses: Tensor,
     kept: Tensor,
     grads: Sequence[Tensor | None],
-    params: Sequence[nn.Parameter],
 ) -> bool:
     """Raise unless the gradient of all losses is that of some and that of the others; False if
     these are not finite."""
@@ -65,9 +65,9 @@ def adds_up(
 
     def of_all(given: Batch) -> list[Tensor | None]:
         found = run(given)
-        return gradient_of(torch.cat([found[kept], found[rest]]), params)
+        return run.gradient(torch.cat([found[kept], found[rest]]))
 
-    others, both = gradient_of(run(rows)[rest], params), of_all(rows)
+    others, both = run.gradient(run(rows)[rest]), of_all(rows)
     due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
     gap, size = length(due, both), length(both)
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
@@ -79,20 +79,19 @@ def adds_up(
 
 
 def same_beside(
-    run: Callable[..., Tensor],
+    run: LookRuns,
     rows: Batch,
     kept: Tensor,
     grads: Sequence[Tensor | None],
     there: Tensor,
-    params: Sequence[nn.Parameter],
     *,
     low: bool,
 ) -> bool:
     """Raise unless the examples that were kept have their gradient where their losses are `there`,
     beside others; False if these are not finite."""
-    moved, share = length(grads, gradient_of(there, params)), 2e-2 if low else 1e-4
+    moved, share = length(grads, run.gradient(there)), 2e-2 if low else 1e-4
     if moved > share * length(grads) + 1e-12:
-        room = length(grads, gradient_of(of_rounded(run, rows)[kept], params))
+        room = length(grads, run.gradient(of_rounded(run, rows)[kept]))
         if moved > share * length(grads) + 4.0 * room:
             raise Mixes("the gradient of an example changes with the other examples of its batch")
     return math.isfinite(moved)

@@ -46,7 +46,7 @@ from noshuffle.clipping.layers import (
     find_layout,
     read,
 )
-from noshuffle.clipping.look_runs import probe, with_same_rng
+from noshuffle.clipping.look_runs import FIXED, probe, with_same_rng
 from noshuffle.clipping.looks import Listeners, Look, kind_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
@@ -263,7 +263,9 @@ class Ghost:
         except NotByLayer as reason:
             self._written_out.say(f"whole model written out per example: {reason}")
             known = _Known(reason=str(reason))
-            if isinstance(reason, Mixes) and mixes_at(shape.size, model, loss_fn, batch):
+            if isinstance(reason, Mixes) and mixes_at(
+                shape.size, model, loss_fn, batch, seed=FIXED[0]
+            ):
                 self.listeners.tell(model, Look(kind, str(reason)))
         except RuntimeError as error:
             check.refuse_reentrant(error)

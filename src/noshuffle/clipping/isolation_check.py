@@ -21,7 +21,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack, nullcontext, suppress
+from contextlib import ExitStack, suppress
+from functools import partial
 from typing import Any
 
 import torch
@@ -32,6 +33,8 @@ from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
 from noshuffle.clipping.look_runs import (
+    FIXED,
+    LookRuns,
     finite_gradients,
     gradient_of,
     is_low,
@@ -41,7 +44,6 @@ from noshuffle.clipping.look_runs import (
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, wide
 from noshuffle.clipping.rule_check import all_exact, by_autograd, length
-from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
 from noshuffle.clipping.trial_rows import (
     EXTREMES,
@@ -131,28 +133,28 @@ def _counted(
     *,
     low: bool,
     params: Sequence[nn.Parameter] = (),
-    later: Tensor | None = None,
+    is_later: bool = False,
 ) -> None:
     """Raise Mixes if the loss of an example depends on how many there are (a batch mean), or
     its gradient by `params` (a function of one's own that divides by them on the way back).
 
-    `later`: the losses of the pair where the model was tried before; a loss that is all but
-    cancelled may then move as far as rounding of its inputs moves it.
+    `is_later`: the model was tried before; a loss that is all but cancelled may then move as far as
+    rounding of its inputs moves it. Masks differ with the number, so that random numbers are fixed.
     """
+    fixed = partial(run, seed=FIXED[0])
     with without_gradient(), ExitStack() as stack:
-        two = run(pair) if later is None else later
-        if not torch.equal(two, run(pair, seed=1)):  # masks of dropout would differ
+        two = fixed(pair)
+        if not torch.equal(two, run(pair, seed=FIXED[1])):  # masks of dropout would differ
             for module in model.modules():
                 stack.callback(setattr, module, "training", module.training)
                 module.training = False
-            two = run(pair)
-            if not torch.equal(two, run(pair, seed=1)):
+            two = fixed(pair)
+            if not torch.equal(two, run(pair, seed=FIXED[1])):
                 return
-        three, more = run(take(pair, torch.tensor([0, 1, 1]))), _beside(run, pair, batch)
-        has_room = later is not None
-        moved = (of_rounded(run, pair) - two).abs() if has_room else torch.zeros_like(two)
+        three, more = fixed(take(pair, torch.tensor([0, 1, 1]))), _beside(fixed, pair, batch)
+        moved = (of_rounded(fixed, pair) - two).abs() if is_later else torch.zeros_like(two)
         with torch.enable_grad():
-            ran = (run(take(pair, torch.tensor(i)))[:1] for i in (_MANY if params else ()))
+            ran = (fixed(take(pair, torch.tensor(i)))[:1] for i in (_MANY if params else ()))
             grads = [gradient_of(first, params) for first in ran]
     if grads and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
         raise Mixes("the gradient of an example changes with the number of examples")
@@ -237,7 +239,7 @@ def tried(
     own_params = list(params.values())
     tape = GradientTape(2, is_on=False)
 
-    def run(rows: Batch, seed: int = 0) -> Tensor:
+    def run(rows: Batch, seed: int = FIXED[0]) -> Tensor:
         with as_written(model), rewritten(model, tape), with_same_rng(model, seed):
             return batch_losses(model, loss_fn, rows)
 
@@ -284,24 +286,20 @@ def _read_forms(
         raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
 
 
-def alone_still(model: nn.Module, loss_fn: Loss, batch: Batch, *, restores: bool = False) -> None:
+def alone_still(
+    model: nn.Module, loss_fn: Loss, batch: Batch, *, seed: int, restores: bool = False
+) -> None:
     """Raise Mixes if examples have come to mix since the trial: its look at losses alone.
 
     `restores`: every run begins with the model as it is now.
     """
-    pair = unlike_pair(batch)
-
-    def run(rows: Batch, seed: int = 0) -> Tensor:
-        back = put_back_after(model) if restores else nullcontext()
-        with with_same_rng(model, seed), without_gradient(), back:
-            return batch_losses(model, loss_fn, rows)
-
+    pair, run = unlike_pair(batch), LookRuns(model, loss_fn, seed=seed, restores=restores)
     with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
         losses = run(pair)
         if not bool(torch.isfinite(losses).all()):
             raise NotNow("a loss of the two examples is not finite")
         low = is_low(model, losses)
         _alone(run, pair, losses, (), [], low=low)
-        _counted(model, run, pair, batch, low=low, later=losses)
+        _counted(model, run, pair, batch, low=low, is_later=True)
         _beside_extremes(run, pair, losses, low=low)
         _beside_short(run, pair, low=low)

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping.batch_check import alike, still_apart
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow
+from noshuffle.clipping.look_runs import new_seed
 from noshuffle.clipping.looks import Look, next_full, next_quick
 from noshuffle.clipping.objective import Batch, Loss, batch_size, take
 from noshuffle.clipping.per_example import PerExample
@@ -56,15 +57,16 @@ class LaterLooks:
         the model has begun to keep something of them; the listeners of `engine` are told."""
         size = batch_size(batch)
         is_new = size not in self.sizes and (len(self.sizes) < SIZES or size > max(self.sizes))
-        is_full, is_apart = self.calls >= self.full, False
+        is_full, is_apart, seed = self.calls >= self.full, False, new_seed()
         if not is_full and not is_new and losses is not None and not self.is_random:
             with put_back_after(model, has_trained=False):
                 is_full = not alike(model, loss_fn, batch, losses)
             self.is_random = is_full  # unless examples mix, which a full look will say
         try:
             if is_full or is_new or self.is_random:
-                how = {"has_gradients": is_full, "is_first": self.calls == 1 or not is_full}
-                still_apart(model, loss_fn, batch, **how)
+                is_first = self.calls == 1 or not is_full
+                how = {"has_gradients": is_full, "is_first": is_first}
+                still_apart(model, loss_fn, batch, **how, seed=seed)
                 if self.calls > 1 and is_full:
                     engine.check_state(model, loss_fn, batch, in_batches=True, is_again=True)
                 engine.listeners.tell(model, Look(self.kind, size=size))
@@ -72,7 +74,9 @@ class LaterLooks:
         except NotNow:
             pass
         except Mixes as reason:
-            if size != self.last_size and mixes_at(self.last_size, model, loss_fn, batch):
+            if size != self.last_size and mixes_at(
+                self.last_size, model, loss_fn, batch, seed=seed
+            ):
                 size = self.last_size
             shown = 0 if self.sizes.get(size) is False else size
             engine.listeners.tell(model, Look(self.kind, str(reason), shown))
@@ -101,13 +105,14 @@ class LaterLooks:
         )
 
 
-def mixes_at(size: int, model: nn.Module, loss_fn: Loss, batch: Batch) -> bool:
-    """Whether examples mix in a batch of this size, which some of these are brought to."""
+def mixes_at(size: int, model: nn.Module, loss_fn: Loss, batch: Batch, *, seed: int) -> bool:
+    """Whether examples mix in a batch of this size, which some of these are brought to, under the
+    random numbers that showed it elsewhere."""
     if size < 2:
         return False
     index = torch.arange(size) % batch_size(batch)
     try:
-        still_apart(model, loss_fn, take(batch, index))
+        still_apart(model, loss_fn, take(batch, index), seed=seed)
     except NotByLayer as reason:
         return isinstance(reason, Mixes)
     return False

@@ -8,9 +8,10 @@
              call with probability 1/16; the losses of the whole batch beside another one with
              probability 1/64 where a model draws random numbers
 
-All are drawn from the operating system, so that nothing in a model can know when it is looked at;
-one in sixteen finds mixing that lasts for a hundred steps with probability 0.998. Whoever keeps
-the evidence of a run is told by `Listeners`. State: who listens.
+All are drawn from the operating system, and so are the random numbers of each but the trial, so
+that nothing in a model can know when it is looked at; one in sixteen finds mixing that lasts for a
+hundred steps with probability 0.998. Whoever keeps the evidence of a run is told by `Listeners`.
+State: who listens.
 
 >>> all(16 < next_full(8) <= 64 for _ in range(50))
 True
