@@ -113,10 +113,11 @@ class GradientTape:
                 for site in self.sites:
                     if site.build is not None:
                         site.finish()
-            for parameter, form in (pair for site in self.sites for pair in site.found):
-                name = names.get(id(parameter))
-                if name is not None:
-                    found.setdefault(name, []).append(form)
+            for site in self.sites:
+                for parameter, form in site.found:
+                    name = names.get(id(parameter))
+                    if name is not None:
+                        found.setdefault(name, []).append(form)
         finally:  # let go of the graph
             for handle in self.handles:
                 handle.remove()
