@@ -171,12 +171,17 @@ def narrow(out: Tensor, y: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("loss_fn", [nn.BCELoss(), whole, narrow])
-@pytest.mark.parametrize("size", [4, 9, 40])
-def test_losses_that_refuse_labels_are_looked_at(size: int, loss_fn: Any) -> None:
-    """Looks move numbers by roundings, which takes labels out of their range or off the whole."""
+@pytest.mark.parametrize("size", [1, 4, 9, 40])
+@pytest.mark.parametrize("labels", [None, 0.0, 1.0])
+def test_losses_that_refuse_labels_are_looked_at(
+    size: int, labels: float | None, loss_fn: Any
+) -> None:
+    """Looks move numbers by roundings, which takes labels out of their range or off the whole, and
+    put others in the place of those that all examples have."""
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(3, 4), nn.Tanh(), nn.Linear(4, 2), nn.Sigmoid())
     x, y = torch.randn(size, 3), torch.randint(2, (size, 2)).float()
+    y = y if labels is None else torch.full_like(y, labels)
     found = Ghost().clipped_sum(model, loss_fn, (x, y), clip=Flat(0.1))
     wanted = PerExample().clipped_sum(model, loss_fn, (x, y), clip=Flat(0.1))
     for name, value in wanted.values.items():

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -12,7 +14,16 @@ from torch import Tensor, nn
 from noshuffle.clipping import Ghost, conv_halves, conv_kernels, rules_conv
 from noshuffle.clipping.factor import Flat
 from noshuffle.clipping.forms import OuterGradient
-from noshuffle.clipping.shared_copies import copy_of, sharing
+from noshuffle.clipping.shared_copies import COPIES, copy_of
+
+
+@contextmanager
+def sharing() -> Iterator[None]:
+    token = COPIES.set({})
+    try:
+        yield
+    finally:
+        COPIES.reset(token)
 
 
 def doubled(t: Tensor) -> tuple[Tensor, ...]:

@@ -5,12 +5,13 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
-from noshuffle.clipping import Flat, Ghost, validate
+from noshuffle.clipping import Flat, Ghost, PerExample, validate
 from noshuffle.clipping import ghost as ghost_module
 from noshuffle.clipping.check import trainable
 from noshuffle.clipping.snapshot import Snapshot
@@ -51,6 +52,10 @@ CHANGES: dict[str, Callable[[nn.Sequential], object]] = {
     "a parameter is added": lambda m: m[1].register_parameter("p", nn.Parameter(torch.ones(1))),
     "a class is another": lambda m: setattr(m[0], "__class__", Other),
     "a layer is compiled": lambda m: m[0].compile(),
+    "a hook before": lambda m: m[0].register_forward_pre_hook(lambda *_: None),
+    "a hook behind": lambda m: m.register_forward_hook(lambda *_: None),
+    "a hook on the way back": lambda m: m[1].register_full_backward_hook(lambda *_: None),
+    "another forward": lambda m: setattr(m[1], "forward", torch.relu),
 }
 
 
@@ -73,7 +78,8 @@ def test_training_changes_nothing() -> None:
         for p in model.parameters():
             p.mul_(2.0)
             p.grad = torch.ones_like(p)
-    model[0].register_forward_hook(lambda *_: None)
+    assert shot.holds(model)
+    model[0].register_forward_hook(lambda *_: None).remove()
     assert shot.holds(model)
     assert shot.names == {id(p): n for n, p in model.named_parameters()}
 
@@ -108,6 +114,43 @@ def test_an_engine_looks_again_in_every_step(change: Callable[[nn.Module], objec
         validate(model)
     with pytest.raises(Unsupported, match="mixes examples"):
         engine.clipped_sum(model, LOSS, DATA, clip=Flat(1.0))
+
+
+class Halved(torch.autograd.Function):
+    """The identity, whose gradients lose their mean on the way back."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, *sent: torch.Tensor) -> torch.Tensor:
+        return sent[0] - sent[0].mean(0)
+
+
+MIXING: dict[str, Callable[[nn.Sequential], object]] = {
+    "hook": lambda m: m[0].register_forward_hook(lambda _, args, out: out - out.mean(0)),
+    "hook before": lambda m: m[2].register_forward_pre_hook(lambda _, a: (a[0] - a[0].mean(0),)),
+    "backward": lambda m: m[1].register_forward_hook(lambda _, args, out: Halved.apply(out)),
+    "forward": lambda m: setattr(m[1], "forward", lambda x: torch.tanh(x - x.mean(0))),
+}
+
+
+@pytest.mark.parametrize("engine", [Ghost, PerExample])
+@pytest.mark.parametrize("change", MIXING)
+def test_what_mixes_after_the_first_steps_is_seen_at_once(change: str, engine: Any) -> None:
+    """One example then moved the sum by up to 5.8 clip norms until a look was drawn."""
+    torch.manual_seed(0)
+    model, own = net(), engine()
+    x, y = torch.randn(8, 3), torch.randint(2, (8,))
+    for _ in range(3):
+        own.clipped_sum(model, LOSS, (x, y), clip=Flat(0.01))
+    MIXING[change](model)
+    found = own.clipped_sum(model, LOSS, (x, y), clip=Flat(0.01)).values
+    with_it = torch.cat([x[:7], x[:1] * 50])
+    other = own.clipped_sum(model, LOSS, (with_it, y), clip=Flat(0.01)).values
+    moved = torch.cat([(found[name] - other[name]).flatten() for name in found]).norm()
+    assert moved <= 0.02 * (1 + 1e-5)  # one of two contributions, each of one clip norm
 
 
 def test_a_norm_that_starts_to_train_is_refused_and_may_go_back() -> None:

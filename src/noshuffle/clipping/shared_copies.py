@@ -7,22 +7,21 @@ kernels keep of a tensor in a form of their own (`conv_halves`) is made once and
 
 The same numbers: the same storage, still there, the same place, shape and strides in it, and not
 written to since. A copy is held by those it was given to and not by this table, but for the numbers
-that come with it, a few for each example. There is one only within `sharing()`, so that nothing
-computed outside a captured graph is read inside.
+that come with it, a few for each example. A table is that of one backward pass (`tape`), so that
+nothing computed outside a captured graph is read inside.
 
-State: the table of the innermost `sharing()` of a thread.
+State: the table of the backward pass that a thread is in.
 
->>> x = torch.ones(2)
->>> with sharing():
-...     first, again = (copy_of(x.detach(), "twice", lambda t: (t * 2,)) for _ in range(2))
-...     first[0] is again[0]
+>>> import torch
+>>> x, token = torch.ones(2), COPIES.set({})
+>>> first, again = (copy_of(x.detach(), "twice", lambda t: (t * 2,)) for _ in range(2))
+>>> COPIES.reset(token); first[0] is again[0]
 True
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from typing import Any, NamedTuple
 from weakref import ref
@@ -43,22 +42,13 @@ class _Entry(NamedTuple):
     rest: tuple[Tensor, ...]
 
 
-_TABLE: ContextVar[dict[Hashable, _Entry] | None] = ContextVar("copies", default=None)
-
-
-@contextmanager
-def sharing() -> Iterator[None]:
-    """For as long as the block lasts, copies of the same numbers are one."""
-    token = _TABLE.set({})
-    try:
-        yield
-    finally:
-        _TABLE.reset(token)
+#: Whoever runs a backward pass sets an empty table for it, and resets it.
+COPIES: ContextVar[dict[Hashable, _Entry] | None] = ContextVar("copies", default=None)
 
 
 def copy_of(t: Tensor, how: Hashable, make: Callable[[Tensor], Copies]) -> Copies:
     """`make(t)`, or what it gave for the same numbers and the same `how` before."""
-    table = _TABLE.get()
+    table = COPIES.get()
     if table is None or type(t) is not Tensor or is_wrapped(t) or t.is_inference():
         return make(t)
     # A storage that is gone but weakly referred to keeps its address: no other can have it.

@@ -4,7 +4,8 @@ What an engine knows about a model stays true until somebody changes it; to comp
 `Snapshot` walks the modules once.
 
     same    the same module objects of the same classes under the same names, in the same modes,
-            with the same parameter objects that ask for a gradient, compiled or not as before
+            with the same parameter objects that ask for a gradient, compiled or not as before, the
+            same hooks, and no other forward of their own
 
 `Watch` compares the tensors of a model around a step: what is not trained has no noise, so all that
 the trial has not allowed (`statefulness.Findings`) must be as before:
@@ -42,6 +43,9 @@ from noshuffle.clipping.check import (
 )
 from noshuffle.clipping.statefulness import Content, Findings, is_wrapped, mark
 
+#: Where modules keep what runs in the place of their class's forward, and before and after it.
+_CALLS = ("forward", "_compiled_call_impl")
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 #: Untrained tensors of a CPU with so many numbers in all are compared number by number.
 SMALL = 1 << 14
 #: Bytes of untrained tensors of which a copy is kept, to be put back.
@@ -67,7 +71,7 @@ class Snapshot:
 
     def holds(self, model: nn.Module) -> bool:
         """Whether the model is as it was."""
-        for module, kind, training, children, own, asks, impl in self._parts:
+        for module, kind, training, children, own, asks, calls, hooks in self._parts:
             module = model if module is None else module
             if module.__class__ is not kind or module.training is not training:
                 return False
@@ -80,7 +84,10 @@ class Snapshot:
                 for p, asked in zip(now.values(), asks):
                     if (p is not None and p.requires_grad) is not asked:
                         return False
-            if module.__dict__.get("_compiled_call_impl") is not impl:
+            held = module.__dict__
+            if any(map(is_not, map(held.get, _CALLS), calls)):
+                return False
+            if (hooks or any(map(held.get, _HOOKS))) and _hooks(held) != hooks:
                 return False
         return True
 
@@ -98,8 +105,14 @@ def _seen(module: nn.Module) -> tuple[Any, ...]:
     own = dict(module._parameters)
     asks = [p is not None and p.requires_grad for p in own.values()]
     children = tuple(module._modules.items())
-    impl = module.__dict__.get("_compiled_call_impl")
-    return type(module), module.training, children, own, asks, impl
+    held = module.__dict__
+    calls = tuple(map(held.get, _CALLS))
+    return type(module), module.training, children, own, asks, calls, _hooks(held)
+
+
+def _hooks(held: dict[str, Any]) -> list[int]:
+    """The hooks of a module; every one that is made has a number of its own."""
+    return [number for name in _HOOKS for number in held.get(name) or ()]
 
 
 class Watch:

@@ -33,7 +33,7 @@ from torch.utils.hooks import RemovableHandle
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.forwards import forward_by
 from noshuffle.clipping.rules import Rewrite, find_rewrite
-from noshuffle.clipping.shared_copies import sharing
+from noshuffle.clipping.shared_copies import COPIES
 
 Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
@@ -107,18 +107,18 @@ class GradientTape:
         """One backward pass; forms by parameter name. `names` maps id(parameter) to its name."""
         self.is_on = False  # a checkpointed part runs again now, and must not be recorded twice
         found: dict[str, list[GradientForm]] = {}
+        shared = COPIES.set({})
         try:
-            with sharing():
-                self._backward(losses)
-                for site in self.sites:
-                    if site.build is not None:
-                        site.finish()
+            self._backward(losses)
             for site in self.sites:
+                if site.build is not None:
+                    site.finish()
                 for parameter, form in site.found:
                     name = names.get(id(parameter))
                     if name is not None:
                         found.setdefault(name, []).append(form)
         finally:  # let go of the graph
+            COPIES.reset(shared)
             for handle in self.handles:
                 handle.remove()
             self.handles, self.sites = [], []

@@ -66,8 +66,8 @@ def unlike_pair(batch: Batch) -> Batch:
     """The first example and one that differs from it in as many tensors as can be.
 
     Beside its own copy an example would look undisturbed whatever the model does. Real numbers
-    that are the same in all examples are changed in the second one; whole numbers, where nothing
-    else differs, are put in reverse order.
+    that are the same in all examples are changed in the second one, whole ones to whole ones (a
+    loss may take no other label); integers, where nothing else differs, are put in reverse order.
     """
     few = first_rows(batch)
     leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
@@ -79,13 +79,36 @@ def unlike_pair(batch: Batch) -> Batch:
         if not isinstance(t, Tensor) or not torch.equal(t[0], t[1]):
             return t
         if t.is_floating_point():
-            return torch.cat([t[:1], t[1:] * 0.71828 + 0.14159])
-        return torch.cat([t[:1], t[1:].flip(list(range(1, t.dim())))]) if alike else t
+            is_whole = bool((t == t.round()).all())
+            return torch.cat(
+                [t[:1], _other_whole(t[1:]) if is_whole else t[1:] * 0.71828 + 0.14159]
+            )
+        return torch.cat([t[:1], _backwards(t[1:])]) if alike else t
 
     pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other])))
     if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
         raise NotNow("all examples of the batch are the same")
     return pair
+
+
+def _backwards(t: Tensor) -> Tensor:
+    """The numbers of every row in reverse order."""
+    return t.flip(list(range(1, t.dim())))
+
+
+def _other_whole(t: Tensor) -> Tensor:
+    """Other whole numbers that may stand for labels: of a table, counts, ±1, or 0 and 1.
+
+    >>> rows = [[1.0, 0.0, 0.0]], [[0.0]], [[-1.0]], [[7.0]]
+    >>> [_other_whole(torch.tensor(row)).tolist() for row in rows]
+    [[[0.0, 0.0, 1.0]], [[1.0]], [[1.0]], [[6.0]]]
+    """
+    turned = _backwards(t)
+    if not torch.equal(turned, t):
+        return turned
+    if bool(((t == 0) | (t == 1)).all()):
+        return 1.0 - t
+    return -t if bool((t.abs() == 1).all()) else t - t.sign()
 
 
 def rounded(t: Any, *, has_whole: bool = True) -> Any:
