@@ -131,4 +131,28 @@ CLIPPING = (
         STATE,
         "P8",
     ),
+    Mutant(
+        "a copy of what was written to since stands for it",
+        "clipping/shared_copies.py",
+        "t.dtype, t._version, how)",
+        "t.dtype, how)",
+        ("tests/clipping/test_shared_copies.py",),
+        "clip",
+    ),
+    Mutant(
+        "a hook that comes later is no change",
+        "clipping/snapshot.py",
+        "if (hooks or any(map(held.get, _HOOKS))) and _hooks(held) != hooks:",
+        "if False:",
+        ("tests/clipping/test_snapshot.py",),
+        "mixing",
+    ),
+    Mutant(
+        "a gradient of the forward pass stands for that of the loss",
+        "clipping/tape.py",
+        "if at is not None and at.is_due:",
+        "if at is not None:",
+        ("tests/clipping/test_inner_gradient.py",),
+        "clip",
+    ),
 )

@@ -328,4 +328,28 @@ RELEASE = (
         POSITIONS,
         "ledger",
     ),
+    Mutant(
+        "a half sealed run is opened",
+        "release/opening.py",
+        "if is_half_sealed(ledger, folder):",
+        "if False:",
+        ("tests/release/test_half_sealed.py",),
+        "evidence",
+    ),
+    Mutant(
+        "keys are zeros under their own name",
+        "release/folder.py",
+        'self.key_file.replace(self.key_file.with_name(f".{self.key_file.name}.gone.tmp"))',
+        "self.key_file.write_bytes(bytes(self.key_file.stat().st_size))",
+        ("tests/release/test_half_sealed.py",),
+        "evidence",
+    ),
+    Mutant(
+        "the same rows come in two parts of a step",
+        "training/step.py",
+        "if rows and found in self._prints:",
+        "if False:",
+        ("tests/training/test_private.py", "tests/training/test_loops.py"),
+        "clip",
+    ),
 )
