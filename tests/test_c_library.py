@@ -283,12 +283,12 @@ def test_the_loops_do_nothing_undefined(folder: Path) -> None:
     """Built to stop at the first overflow, bad shift or null, they still agree with their twins."""
     code = """
 from noshuffle.c_library import build, text_of
-from noshuffle.clipping import native_conv, native_norms, native_rows, native_steps
+from noshuffle.clipping import native_conv, native_loops, native_norms, native_rows, native_steps
 from noshuffle.noise import native, whole_step
 from noshuffle.release import unit_index
 
 flags = ("-ffp-contract=off", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-for loops in (native, native_conv, native_rows):  # the others build by native_rows
+for loops in (native, native_loops):
     loops.build = lambda text, flags=(), wanted=flags: build(text, flags=wanted)
 found = native.build_loops(text_of("noise.c"))
 if found is None:
@@ -296,10 +296,8 @@ if found is None:
 else:
     native.library = lambda: found
     print(native.agrees(found), not native.has_aes() or whole_step.is_ready())
-    files = {"convolution.c": native_conv, "rows.c": native_rows, "steps.c": native_steps}
-    files["norms.c"] = native_norms
-    for file, loops in files.items():
-        print(loops._agrees(loops._build(text_of(file))))
+    for loops in (native_conv, native_norms, native_rows, native_steps):
+        print(loops._agrees(loops.library.build(text_of(loops.library._file))))
     print(unit_index.agrees(build(text_of("units.c"), flags=flags)))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

@@ -125,9 +125,9 @@ def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers(monkeypa
         found = engine.clipped_sum(model, F.cross_entropy, (data, y), clip=Flat(0.5), **options)
         return found.values, torch.rand(1)
 
-    want, after = sums(x, 1, weights=keep)
     tries = []
     model[0].register_forward_hook(lambda *_: tries.append(1))
+    want, after = sums(x, 1, weights=keep)
     for runs in (4, 2):  # from then on bad units are looked for first
         tries.clear()
         got, then = sums(spoiled, 1)
