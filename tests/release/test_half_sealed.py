@@ -1,4 +1,7 @@
-"""A seal that ends before any of its writes: the run takes no step, and the next seal ends it."""
+"""A seal that ends before it flushes a file: the run takes no step, and the next seal ends it.
+
+Not cut in between are the transactions of the ledger, which SQLite writes by itself.
+"""
 
 from __future__ import annotations
 
