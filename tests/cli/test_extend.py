@@ -6,7 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
-from tests.release.contract import child
+from tests.kills import child
 
 from noshuffle.cli import main
 from noshuffle.cli.train_extension import TrainOptions, extend_run

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 import random
-import signal
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -18,6 +16,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from tests.kills import child
 from tests.release.driver import DIVISOR, Driver, Spy, first_output, ids_of, rows_of
 from tests.release.other_drivers import Federated, Learning, SolverRun, Sparse, StudyRuns
 from torch import nn
@@ -175,71 +174,6 @@ def work(name: str, folder: Path, plan: Plan, log: Path) -> None:
     driver.close()
 
 
-#: What a process was at, by the innermost module of ours that was running.
-PLACES = {
-    "opening and keys": "release/opening release/folder release/keys release/run_ noise/source",
-    "guard": "release/guard release/unit release/ledger.py",
-    "clipped sum": "clipping/ training/step training/compiled federated/ convex/ training/many",
-    "digest": "release/digest release/tags",
-    "row of the ledger": "release/ledger_",
-    "noise": "noise/",
-    "files and checkpoints": "release/files release/checkpoint",
-    "statement and seal": "release/seal release/spending release/facts statement plan release/ver",
-}
-
-
-def place_of(frame: Any) -> str:
-    while frame is not None:
-        _, ours, name = frame.f_code.co_filename.rpartition("/noshuffle/")
-        for place, modules in PLACES.items():
-            if ours and name.startswith(tuple(modules.split())):
-                return place
-        frame = frame.f_back
-    return "elsewhere"
-
-
-def child(
-    job: Callable[[], None],
-    kill_after: int | None,
-    *,
-    counts: Callable[[Any, str], bool] = lambda frame, event: True,
-) -> int | str:
-    """Run a job in a fork; the number of its calls, "killed" and where, or its error.
-
-    `counts` says which events of the profiler are calls to count; all of them by default.
-    """
-    read, write = os.pipe()
-    pid = os.fork()
-    if pid == 0:
-        os.close(read)
-        calls = 0
-
-        def count(frame: Any, event: str, arg: Any) -> None:
-            nonlocal calls
-            calls += counts(frame, event)
-            if calls == kill_after:
-                os.write(write, place_of(frame).encode())
-                os.kill(os.getpid(), signal.SIGKILL)
-
-        try:
-            sys.setprofile(count)
-            job()
-            sys.setprofile(None)
-            os.write(write, json.dumps(calls).encode())
-        except BaseException as error:
-            sys.setprofile(None)
-            os.write(write, json.dumps(f"{type(error).__name__}: {error}").encode())
-        os._exit(0)
-    os.close(write)
-    with os.fdopen(read, "rb") as pipe:
-        said = pipe.read()
-    _, status = os.waitpid(pid, 0)
-    if os.WIFSIGNALED(status):
-        return f"killed {said.decode()}"
-    found: int | str = json.loads(said)
-    return found
-
-
 def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list[dict[str, Any]]:
     """Runs that are killed at random instants and brought to their end; what became of each."""
     # An optimizer imports it in its first step; kills are not to fall into an import.
@@ -250,7 +184,7 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
     def warm() -> None:
         work(name, folder / "warm", plan, folder / "warm.log")
 
-    calls = child(warm, None)
+    calls = child(warm, None, name=f"{name} warm")
     assert isinstance(calls, int), calls
     chance, results, done = random.Random(seed), [], 0
     while done < count:
@@ -259,7 +193,8 @@ def kills(name: str, folder: Path, plan: Plan, *, count: int, seed: int) -> list
         places: list[str] = []
         while str(said).startswith("killed"):
             instant = chance.randrange(1, calls) if lives < 2 and done < count else None
-            said = child(lambda: work(name, path, plan, log), instant)  # noqa: B023
+            life = f"{name} {path.name} {lives}"
+            said = child(lambda: work(name, path, plan, log), instant, name=life)  # noqa: B023
             lives += 1
             if str(said).startswith("killed "):
                 done += 1

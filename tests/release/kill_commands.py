@@ -21,7 +21,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any
 
-from tests.release.contract import child
+from tests.kills import child
 
 TRAIN = "train --model linear --epochs 1 --batch-size 250 --mechanism tree --no-baseline --json"
 CELLS = "reproduce noise --quick --json --only epochs/square --only epochs/inde --only epochs/inv"

@@ -17,7 +17,8 @@ import tempfile
 from collections import Counter
 from pathlib import Path
 
-from tests.release.contract import DRIVERS, PLACES
+from tests.kills import PLACES
+from tests.release.contract import DRIVERS
 from tests.release.kill_commands import COMMANDS, killed
 
 COLUMNS = [*PLACES, "elsewhere"]

@@ -13,8 +13,8 @@ import shutil
 import sys
 from pathlib import Path
 
+from tests.kills import child
 from tests.release import positions
-from tests.release.contract import child
 
 from noshuffle.release.seal import seal
 from noshuffle.release.verify import verify

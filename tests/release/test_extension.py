@@ -8,7 +8,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from tests.release.contract import child
+from tests.kills import child
 
 import noshuffle as ns
 from noshuffle.auditing.run_folder import audit_run
