@@ -63,7 +63,8 @@ def pytest_collect_file(file_path: Path) -> Iterator[list[pytest.Collector]]:
 class Entropy:
     """Where nobody watches, keys are the same in every run: those of what asks for them, by name.
 
-    Only in the process of the tests: its children take theirs from the operating system.
+    Only in the process of the tests: its children take theirs from the operating system, unless
+    they go on by a name (`go_on`).
     """
 
     def __init__(self, system: Callable[[int], bytes]) -> None:
@@ -102,6 +103,10 @@ class Entropy:
         seed_torch(0)
         for _, put, first in self.generators:
             put(first)
+
+    def go_on(self, name: str) -> None:
+        """In a child: keys of this name from now on; generators go on where the fork left them."""
+        self.process, self.name, self.drawn = os.getpid(), name, 0
 
 
 ENTROPY = Entropy(os.urandom)

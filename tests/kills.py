@@ -3,22 +3,21 @@
     said = child(job, None)         how many calls it makes, or its error
     said = child(job, said // 2)    "killed " and what it was at, or what it said if it ended before
 
-Where nobody watches, a fork draws keys and looks by its name (`Entropy` of conftest, for a child):
+Where nobody watches, a fork draws keys and looks by its name (`Entropy.go_on` of conftest):
 the same calls in every run, so that a kill falls where it fell before. Everywhere else, and without
 a name, they are the operating system's.
 """
 
 from __future__ import annotations
 
-import hashlib
-import itertools
 import json
 import os
-import random
 import signal
 import sys
 from collections.abc import Callable
 from typing import Any
+
+from tests.conftest import ENTROPY
 
 #: What a process was at, by the innermost module of ours that was running.
 PLACES = {
@@ -43,17 +42,6 @@ def place_of(frame: Any) -> str:
     return "elsewhere"
 
 
-def draw_alike(name: str) -> None:
-    """What this process takes from the operating system from now on comes from a name."""
-    numbers = itertools.count()
-
-    def drawn(size: int, /) -> bytes:
-        return hashlib.shake_256(f"{name} {next(numbers)}".encode()).digest(size)
-
-    os.urandom = drawn
-    random._urandom = drawn  # type: ignore[attr-defined]
-
-
 def child(
     job: Callable[[], None],
     kill_after: int | None,
@@ -70,8 +58,8 @@ def child(
     pid = os.fork()
     if pid == 0:
         os.close(read)
-        if name and os.environ.get("CI"):
-            draw_alike(name)
+        if name:
+            ENTROPY.go_on(name)
         calls = 0
 
         def count(frame: Any, event: str, arg: Any) -> None:

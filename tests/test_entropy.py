@@ -47,3 +47,8 @@ def test_children_have_entropy_of_their_own() -> None:
     assert entropy(6) != b"system"
     entropy.process += 1  # as a child sees it
     assert entropy(6) == b"system"
+    entropy.go_on("a child")
+    first = entropy(6)
+    assert first not in (b"system", entropy(6))
+    entropy.go_on("a child")
+    assert entropy(6) == first

@@ -17,6 +17,7 @@ make true; a run folder repeats them word for word.
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass, replace
 from statistics import NormalDist
 from typing import Any
@@ -26,6 +27,8 @@ from noshuffle.participation import FixedSize, Participation, Restarted, Truncat
 
 #: How often an attacker of `meaning` accuses somebody who did not take part.
 FALSE_ALARMS = 0.01
+#: What a sentence begins with that says that no ε holds.
+_VOID = "NOT PRIVATE"
 
 
 def meaning(epsilon: float, delta: float, mu: float | None = None, *, unit: str = "example") -> str:
@@ -77,15 +80,14 @@ class PrivacyStatement:
     @property
     def not_private(self) -> tuple[str, ...]:
         """Why no ε holds, where assumptions say so."""
-        void = (said for said in self.assumptions if "NOT PRIVATE" in said)
-        return tuple(said.replace("NOT PRIVATE: ", "") for said in void)
+        return reasons(self.assumptions)
 
     def headline(self) -> str:
         """The number and what it is a number of, in one line; that it does not hold, where an
         assumption says so."""
         kind, void = "exact" if self.exact else "upper bound", ""
         if self.not_private:
-            kind, void = "does not hold", "NOT PRIVATE: "
+            kind, void = "does not hold", f"{_VOID}: "
         return (
             f"{void}(ε = {self.epsilon:.4g}, δ = {self.delta:g})-DP per {self.unit}, "
             f"{self.neighbours} neighbours, {kind}"
@@ -129,6 +131,11 @@ class PrivacyStatement:
 
     def __str__(self) -> str:
         return self.words()
+
+
+def reasons(sentences: Iterable[str]) -> tuple[str, ...]:
+    """Why no ε holds, of the sentences that say so."""
+    return tuple(said.replace(f"{_VOID}: ", "") for said in sentences if _VOID in said)
 
 
 _NEIGHBOURS = {

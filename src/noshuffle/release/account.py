@@ -22,7 +22,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.facts import void_notes
 from noshuffle.release.spending import COUNTS, Ancestor, spent
 from noshuffle.release.units import Ids
-from noshuffle.statement import PrivacyStatement
+from noshuffle.statement import PrivacyStatement, reasons
 
 if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
@@ -152,8 +152,8 @@ def enter(
 
 def expose(charge: Charge | None, ledger: Ledger) -> None:
     """Have the budget say that a run is NOT PRIVATE, if its ledger does."""
-    if charge is not None and (void := void_notes(ledger.facts())):
-        charge.mark_not_private(" ".join(void).replace("NOT PRIVATE: ", ""))
+    if charge is not None and (why := reasons(void_notes(ledger.facts()))):
+        charge.mark_not_private(" ".join(why))
 
 
 def leave(
