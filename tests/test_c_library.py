@@ -65,6 +65,13 @@ def test_all_are_built_before_they_are_asked_for(
     assert c_library.prepare() == len(FILES)
 
 
+def test_whoever_has_none_is_told_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("NOSHUFFLE_NATIVE", "off")
+    command = [sys.executable, "-m", "noshuffle.c_library"]
+    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert told.startswith(f"0 of {len(FILES)} C libraries are ready\nSlower forms stand in")
+
+
 @needs_compiler
 @pytest.mark.slow
 def test_what_a_wheel_ships_is_what_is_asked_for_and_agrees(

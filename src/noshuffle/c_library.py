@@ -293,4 +293,10 @@ def together(worker: Any, job: ctypes.Structure, *, threads: int) -> None:
 
 
 if __name__ == "__main__":
-    print(f"{prepare()} of {len(SHIPPED_FLAGS)} C libraries are ready")
+    ready = prepare()
+    print(f"{ready} of {len(SHIPPED_FLAGS)} C libraries are ready")
+    if ready < len(SHIPPED_FLAGS):
+        print(
+            "Slower forms stand in for the others, which are built where there is a C compiler "
+            "(cc, gcc or clang) and NOSHUFFLE_NATIVE is not off"
+        )
