@@ -88,14 +88,9 @@ def extended(
         )
     if is_same:
         return replace(plan, participation=part, strategy=_continued(plan, kept, part))
-    phases = _phases(plan, kept)
     local = _local(part, kept)
     fitted = mechanism if isinstance(mechanism, Strategy) else _fit(mechanism, local, options)
-
-    def with_factor(factor: float) -> Any:
-        last = StrategyPhase(fitted, local.steps, local.steps, factor)
-        return replace(plan, participation=part, strategy=Phases(parts=(*phases, last)))
-
+    with_factor = _followed(plan, kept, part, fitted, local.steps)
     if epsilon is None:
         if not isinstance(part, SinglePass):
             return with_factor(1.0)
@@ -156,15 +151,23 @@ def _with_stage(
         mechanism = "best"  # the bands that turns and separated positions allow
     fitted = chosen(mechanism, stage, workload=Workload(), options=options)
     part = DrawnStages((*stages_of(plan.participation), stage))
-    before = _phases(plan, plan.steps)
-
-    def with_factor(factor: float) -> Any:
-        last = StrategyPhase(fitted, stage.steps, stage.steps, factor)
-        return replace(plan, participation=part, strategy=Phases(parts=(*before, last)))
-
+    with_factor = _followed(plan, plan.steps, part, fitted, stage.steps)
     if epsilon is None:
         return with_factor(1.0)
     return _calibrated(plan, plan.steps, epsilon, with_factor, tolerance=1e-3)
+
+
+def _followed(
+    plan: Any, kept: int, part: Participation, fitted: Strategy, steps: int
+) -> Callable[[float], Any]:
+    """By its factor, the plan whose first `kept` steps are followed by a phase of its own."""
+    before = _phases(plan, kept)
+
+    def with_factor(factor: float) -> Any:
+        last = StrategyPhase(fitted, steps, steps, factor)
+        return replace(plan, participation=part, strategy=Phases(parts=(*before, last)))
+
+    return with_factor
 
 
 def _calibrated(

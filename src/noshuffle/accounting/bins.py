@@ -32,12 +32,12 @@ from scipy import fft as sfft
 from scipy.special import ndtr, ndtri
 
 from noshuffle.accounting import gaussian
+from noshuffle.accounting.loss_sum import power_error
 from noshuffle.errors import non_negative, open_unit, positive
 
 Array = np.ndarray
 
 _MOST_POINTS = 2**20
-_UNIT = 2.0**-53
 
 
 @dataclass(frozen=True)
@@ -188,10 +188,7 @@ def _power(mass: Array, count: int, size: int, tilt: float) -> tuple[Array, Arra
     spectrum = sfft.rfft(tilted / total, size)
     spectrum = np.exp(count * np.log(np.where(spectrum == 0, 1e-300, spectrum)))
     out = sfft.irfft(spectrum, size)
-    norm = math.sqrt(2.0 * float(np.sum(np.abs(spectrum) ** 2)) / size)
-    one = float(np.linalg.norm(tilted)) / total
-    error = 6 * _UNIT * math.log2(size) * norm * (1 + 2 * count * one)
-    error += 8 * _UNIT * (count + 50) * 2.0 * float(np.sum(np.abs(spectrum))) / size
+    error = power_error(spectrum, size, count, count * float(np.linalg.norm(tilted)) / total)
     back = np.exp(np.minimum(count * math.log(total) - tilt * np.arange(size), 700.0))
     return out * back, error * back * (1 + 1e-9)
 

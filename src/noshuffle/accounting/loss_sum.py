@@ -302,11 +302,14 @@ def _power(parts: Sequence[tuple[GridLoss, int]], lam: float, points: int) -> tu
         per_step += count * float(np.linalg.norm(folded))
     spectrum = np.zeros(points // 2 + 1, dtype=complex)
     spectrum[alive] = np.exp(log_f)
-    out = sfft.irfft(spectrum, points)
+    steps = sum(count for _, count in parts)
+    return sfft.irfft(spectrum, points), power_error(spectrum, points, steps, per_step) + 1e-38
+
+
+def power_error(spectrum: Array, points: int, steps: int, norms: float) -> float:
+    """A bound on the rounding of each point: of the power `steps` by its half spectrum, where the
+    norms of all factors add up to `norms`."""
     # ‖spectrum‖ / √N: twice the half spectrum, by Parseval
     size = math.sqrt(2.0 * float(np.sum(np.abs(spectrum) ** 2)) / points)
-    transforms = 6 * _UNIT * math.log2(points)
-    steps = sum(count for _, count in parts)
     mean = 2.0 * float(np.sum(np.abs(spectrum))) / points
-    error = transforms * size * (1 + 2 * per_step) + 8 * _UNIT * (steps + 50) * mean + 1e-38
-    return out, error
+    return 6 * _UNIT * math.log2(points) * size * (1 + 2 * norms) + 8 * _UNIT * (steps + 50) * mean

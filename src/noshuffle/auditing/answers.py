@@ -10,10 +10,11 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any, ClassVar
+
+from noshuffle.release.files import finite
 
 HOLDS, REFUTED, UNDECIDED = "HOLDS", "REFUTED", "NOT DECIDED"
 EXIT_CODES = {HOLDS: 0, REFUTED: 1, UNDECIDED: 3}
@@ -50,16 +51,5 @@ def combined(answers: Iterable[str]) -> str:
 def record_of(findings: Sequence[Finding]) -> dict[str, Any]:
     """What is written to audit.json and printed by --json."""
     answer = combined(finding.answer for finding in findings)
-    parts = [plain(finding.to_dict()) for finding in findings]
+    parts = [finite(finding.to_dict()) for finding in findings]
     return {"format": "noshuffle-audit/1", "answer": answer, "parts": parts}
-
-
-def plain(value: Any) -> Any:
-    """Values that JSON has: no NaN and no infinity (null), lists for tuples."""
-    if isinstance(value, Mapping):
-        return {str(key): plain(own) for key, own in value.items()}
-    if isinstance(value, list | tuple):
-        return [plain(own) for own in value]
-    if isinstance(value, float):
-        return value if math.isfinite(value) else None
-    return value

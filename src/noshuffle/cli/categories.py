@@ -52,7 +52,7 @@ class CategoryChoice:
     def _find(self, texts: dict[str, list[str]], ids: list[str] | None) -> dict[str, list[str]]:
         import numpy as np
 
-        from noshuffle.accounting import gaussian
+        from noshuffle.accounting import gaussian, gdp
         from noshuffle.convex import PrivateOneHot
 
         epsilon, delta = self._asked.epsilon, self._asked.delta
@@ -67,7 +67,7 @@ class CategoryChoice:
         ).fit(np.array(list(texts.values()), dtype=object).T, ids=ids)
         assert chosen.law_ is not None
         mu, slack = chosen.law_.mu, chosen.law_.slack
-        whole = gaussian.mu(epsilon=epsilon, delta=(delta - slack) / (1 - slack))
+        whole = gdp.capacity(epsilon=epsilon, delta=delta, slack=slack)
         left = gaussian.epsilon(mu=math.sqrt(whole**2 - mu**2), delta=delta)
         self.epsilon_left = min(left, epsilon)
         self._sentence = (

@@ -23,15 +23,13 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import expit, softmax
+from scipy.special import expit
 from sklearn.base import ClassifierMixin
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.base import PrivateLinearModel
 from noshuffle.convex.losses import Loss, hinge, logistic, smoothed_hinge
-from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
-from noshuffle.convex.progress import told
+from noshuffle.convex.margins import MarginLoss, PerMargin, chances, logistic_loss
 from noshuffle.convex.schedule import LOGISTIC_RATE
 from noshuffle.convex.targets import ClassTargets, check_labels
 from noshuffle.errors import InvalidInput, one_of
@@ -80,16 +78,6 @@ class PrivateLinearClassifier(ClassTargets, ClassifierMixin, PrivateLinearModel)
         elif classes is not None and not np.array_equal(np.unique(classes), self.classes_):
             raise InvalidInput("classes= differs from that of the first call; leave it out")
 
-    def decision_function(self, X: Any) -> Array:
-        """Margins: one number per row for two classes, one per class for more."""
-        margins = self._margins(X)
-        return margins[:, 0] if margins.shape[1] == 1 else margins
-
-    def predict(self, X: Any) -> NDArray[Any]:
-        """The class of every row."""
-        codes = told(self._margins(X)).astype(np.int64)
-        return np.asarray(self.classes_[codes])
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLogisticRegression(PrivateLinearClassifier):
@@ -102,15 +90,11 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
         return logistic(**bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
-        return PerMargin(logistic()) if classes == 2 else Softmax()
+        return logistic_loss(classes)
 
     def predict_proba(self, X: Any) -> Array:
         """Probability of every class, in the order of classes_."""
-        margins = self._margins(X)
-        if margins.shape[1] == 1:
-            positive = expit(margins)
-            return np.hstack([1.0 - positive, positive])
-        return np.asarray(softmax(margins, axis=1))
+        return chances(self._margins(X))
 
     def _link(self, margins: Array) -> Array:
         return np.asarray(expit(margins))

@@ -22,10 +22,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import ClassVar, Protocol
+from typing import Any, ClassVar, Protocol
 
 import numpy as np
-from scipy.special import softmax
+from numpy.typing import NDArray
+from scipy.special import expit, softmax
 
 from noshuffle.convex import losses
 from noshuffle.convex.arrays import Array, Targets
@@ -87,3 +88,20 @@ class Softmax:
         out = np.asarray(softmax(margins, axis=1))
         out[np.arange(len(y)), y.astype(np.int64)] -= 1.0
         return out
+
+
+def logistic_loss(classes: int) -> MarginLoss:
+    """The loss of classes whose probabilities are `chances`."""
+    return PerMargin(losses.logistic()) if classes == 2 else Softmax()
+
+
+def chances(margins: Array) -> Array:
+    """The probability of every class, one after another."""
+    if margins.shape[1] > 1:
+        return np.asarray(softmax(margins, axis=1))
+    return np.hstack([1.0 - (positive := expit(margins)), positive])
+
+
+def told(margins: Array) -> NDArray[Any]:
+    """The class that margins tell, as its number."""
+    return np.asarray(margins[:, 0] > 0 if margins.shape[1] == 1 else margins.argmax(axis=1))

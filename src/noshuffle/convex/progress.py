@@ -26,9 +26,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from numpy.typing import NDArray
 
 from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.margins import told
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rule import Rule
 
@@ -38,11 +38,6 @@ NOT_COVERED = (
     "progressive_score_ is computed from raw targets, is not covered by the guarantee, and is left "
     "out when the model is pickled."
 )
-
-
-def told(margins: Array) -> NDArray[Any]:
-    """The class that margins tell, as its number."""
-    return np.asarray(margins[:, 0] > 0 if margins.shape[1] == 1 else margins.argmax(axis=1))
 
 
 @dataclass

@@ -6,7 +6,7 @@ is learned. Numbers are clamped to `target_bounds` and scaled to [−1, 1]. No s
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,6 +14,7 @@ from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
 from noshuffle.convex.arrays import Array, check_ranges
+from noshuffle.convex.margins import told
 from noshuffle.errors import InvalidInput
 
 READ_CLASSES = (
@@ -38,6 +39,10 @@ class ClassTargets:
     classes: Any
     classes_: NDArray[Any]
 
+    if TYPE_CHECKING:  # of the estimator
+
+        def _margins(self, x: Any, /) -> Array: ...
+
     def _take_classes(self, y: Any) -> tuple[str, ...]:
         self._set_classes(y if self.classes is None else self.classes)
         return () if self.classes is not None else (READ_CLASSES,)
@@ -59,6 +64,16 @@ class ClassTargets:
                 "classes; name every class that may come in classes="
             )
         return np.asarray(codes, dtype=np.int64)
+
+    def decision_function(self, X: Any) -> Array:
+        """Margins: one number per row for two classes, one per class for more."""
+        margins = self._margins(X)
+        return margins[:, 0] if margins.shape[1] == 1 else margins
+
+    def predict(self, X: Any) -> NDArray[Any]:
+        """The class of every row."""
+        codes = told(self._margins(X)).astype(np.int64)
+        return np.asarray(self.classes_[codes])
 
 
 class NumberTargets:

@@ -26,15 +26,12 @@ from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy.special import expit, softmax
 from sklearn.base import ClassifierMixin, RegressorMixin
 
 from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array
-from noshuffle.convex.losses import logistic, squared
-from noshuffle.convex.margins import MarginLoss, PerMargin, Softmax
-from noshuffle.convex.progress import told
+from noshuffle.convex.losses import squared
+from noshuffle.convex.margins import MarginLoss, PerMargin, chances, logistic_loss
 from noshuffle.convex.readings import PrivateTable
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.targets import ClassTargets, NumberTargets
@@ -118,26 +115,12 @@ class PrivateTreesClassifier(ClassTargets, ClassifierMixin, PrivateTrees):  # ty
         X, y = self._checked(X, y)
         notes = self._take_classes(y)
         codes, classes = self._targets(y), len(self.classes_)
-        loss: MarginLoss = PerMargin(logistic()) if classes == 2 else Softmax()
         outputs = 1 if classes == 2 else classes
-        return self._fit(X, codes, loss, outputs, ids=ids, run=run, notes=notes)
-
-    def decision_function(self, X: Any) -> Array:
-        """Margins: one number per row for two classes, one per class for more."""
-        margins = self._margins(X)
-        return margins[:, 0] if margins.shape[1] == 1 else margins
+        return self._fit(X, codes, logistic_loss(classes), outputs, ids=ids, run=run, notes=notes)
 
     def predict_proba(self, X: Any) -> Array:
         """Probability of every class, in the order of classes_."""
-        margins = self._margins(X)
-        if margins.shape[1] > 1:
-            return np.asarray(softmax(margins, axis=1))
-        return np.hstack([1.0 - (positive := expit(margins)), positive])
-
-    def predict(self, X: Any) -> NDArray[Any]:
-        """The class of every row."""
-        codes = told(self._margins(X)).astype(np.int64)
-        return np.asarray(self.classes_[codes])
+        return chances(self._margins(X))
 
 
 @dataclass(kw_only=True, eq=False, repr=False)

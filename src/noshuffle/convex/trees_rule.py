@@ -34,6 +34,7 @@ from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rule import Rule
+from noshuffle.convex.shrinkage import kept_share
 
 BINS = 64
 #: Quantiles of a column that may become edges.
@@ -160,8 +161,7 @@ class TreesRule(Rule):
 
 def _beyond(sums: Array, deviation: float) -> Array:
     """Sums shrunk by what they show beyond their noise (James and Stein 1961)."""
-    energy = max(float(np.sum(sums**2)), 1e-300)
-    return np.asarray(sums * max(0.0, 1.0 - sums.size * deviation**2 / energy))
+    return np.asarray(sums * kept_share(sums, deviation))
 
 
 def codes_of(x: Array, low: Array, high: Array) -> Codes:

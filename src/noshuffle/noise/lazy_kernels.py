@@ -14,7 +14,7 @@ State: none here; see `lazy_fused`. The module can be imported without Triton, b
 
 from __future__ import annotations
 
-from noshuffle.noise.triton_kernels import draw, jitter, minus
+from noshuffle.noise.triton_kernels import draw, generator, jitter, minus
 from noshuffle.triton_shim import jit, tl
 
 
@@ -36,8 +36,7 @@ def normals(
     row = tl.load(rows + place // drawn, mask=is_inside, other=0)
     block = (row * tl.load(words + 4) + place % drawn).to(tl.uint32)
     step = tl.load(words + 6).to(tl.uint32)
-    k0, k1 = tl.load(words).to(tl.uint32), tl.load(words + 1).to(tl.uint32)
-    g0, g1 = tl.load(words + 2).to(tl.uint32), tl.load(words + 3).to(tl.uint32)
+    k0, k1, g0, g1 = generator(words)
     z0, z1, z2, z3, w0, w1, w2, w3 = draw(block, step, 1.0, k0, k1, g0, g1, ASSEMBLY)
     at = out + 4 * place
     tl.store(at, z0, mask=is_inside)

@@ -68,8 +68,6 @@ class Skips:
                 f"lazy noise has no exact skip over taps, got {len(taps) - 1} of them; fit "
                 "a blt without taps, or use eager noise"
             )
-        if len(recipe.decays) != len(recipe.scales):
-            raise InvalidInput("a Buffered recipe needs as many scales as decays")
         given = {"scale": recipe.scale, "draw_scale": recipe.draw_scale, "rates": tuple(rates)}
         for name, values in given.items():
             if values and (len(values) < steps or not np.isfinite(values).all()):

@@ -85,8 +85,6 @@ class StepPlans:
             slots = len(recipe.weights) - 1
             return StepPlans(len(recipe.scale) or None, slots, lambda t: _recursive(recipe, t))
         if isinstance(recipe, Buffered):
-            if len(recipe.decays) != len(recipe.scales):
-                raise InvalidInput("a Buffered recipe needs as many scales as decays")
             lengths = [len(part) for part in (recipe.scale, recipe.draw_scale) if part]
             horizon = min(lengths, default=None)
             return StepPlans(horizon, len(recipe.decays), lambda t: _buffered(recipe, t))

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from noshuffle.accounting import gaussian
+from noshuffle.accounting import gdp
 from noshuffle.errors import InvalidInput, whole
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement, so_far
@@ -101,7 +101,7 @@ def spent(
     own = own.with_assumptions(words, *(f"Of an earlier run: {note}" for note in inherited))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
-        epsilon = gaussian.epsilon(mu=mu, delta=own.delta) if math.isfinite(mu) else math.inf
+        epsilon = gdp.epsilon(mu=mu, slack=0.0, delta=own.delta)
         shift = mu * own.noise_multiplier  # S of all of them, in units of this run's noise
         if not math.isfinite(shift):  # a run without noise: no sensitivity says so
             shift = own.sensitivity

@@ -30,6 +30,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.errors import InvalidInput
+
 Array = NDArray[np.float64]
 
 
@@ -62,6 +64,10 @@ class Buffered:
     taps: tuple[tuple[int, float], ...] = ((0, 1.0),)
     scale: tuple[float, ...] = ()
     draw_scale: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        if len(self.decays) != len(self.scales):
+            raise InvalidInput("a Buffered recipe needs as many scales as decays")
 
 
 @dataclass(frozen=True)

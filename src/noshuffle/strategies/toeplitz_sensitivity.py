@@ -14,6 +14,7 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.strategies import gram
+from noshuffle.strategies.base import padded
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.recipe import Array
 
@@ -92,9 +93,7 @@ def class_sums(c: Array, g: Array, *, steps_per_epoch: int) -> tuple[Array, Arra
     b = steps_per_epoch
 
     def by_class(entries: Array) -> Array:
-        padded = np.zeros(-(-len(entries) // b) * b)
-        padded[: len(entries)] = entries
-        return padded.reshape(-1, b)
+        return padded(entries, -(-len(entries) // b) * b).reshape(-1, b)
 
     sizes = by_class(squared_columns(c, g)).sum(axis=0)
     signed = sizes.copy()

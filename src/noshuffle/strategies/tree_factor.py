@@ -42,6 +42,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.strategies.base import padded
 from noshuffle.strategies.recipe import Array
 
 
@@ -84,9 +85,8 @@ def _fold(values: Array, period: int) -> Array:
     """Sums over c, c + period, …"""
     if len(values) <= period:
         return values
-    padded = np.zeros(-(-len(values) // period) * period)
-    padded[: len(values)] = values
-    return np.asarray(padded.reshape(-1, period).sum(axis=0))
+    whole = padded(values, -(-len(values) // period) * period)
+    return np.asarray(whole.reshape(-1, period).sum(axis=0))
 
 
 def _nodes(variant: str, n: int, period: int) -> Array:

@@ -12,13 +12,12 @@ Guarantees are stated as `PrivacyStatement` in one of three currencies (`guarant
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from types import MappingProxyType
 
-from noshuffle.accounting import gaussian, renyi
+from noshuffle.accounting import gaussian, gdp, renyi
 from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, Unsupported, one_of, open_unit, positive
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
@@ -130,7 +129,7 @@ def guarantee(
     exact, kind = False, "direct proof"
     if mu is not None:
         exact, kind, rho, noise = True, "exact", mu * mu / 2, sensitivity / mu
-        epsilon = gaussian.epsilon(mu=mu, delta=delta) if math.isfinite(mu) else math.inf
+        epsilon = gdp.epsilon(mu=mu, slack=0.0, delta=delta)
     elif rho is not None:
         kind = "rdp"
         epsilon = renyi.epsilon_from_rho(rho=rho, delta=delta, real_orders=True)

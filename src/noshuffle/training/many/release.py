@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noshuffle.accounting import gaussian
+from noshuffle.accounting import gdp
 from noshuffle.clipping import Flat
 from noshuffle.clipping.looks import Look
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
@@ -226,7 +226,7 @@ class StudyRelease:
         mu = gaussian_sum([part.mu for part in parts if part.mu is not None])
         joint = replace(
             first,
-            epsilon=gaussian.epsilon(mu=mu, delta=first.delta) if math.isfinite(mu) else math.inf,
+            epsilon=gdp.epsilon(mu=mu, slack=0.0, delta=first.delta),
             mu=mu,
             rho=mu * mu / 2,
             exact=False,
