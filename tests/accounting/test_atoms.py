@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
+from functools import partial
 
 import numpy as np
 import pytest
@@ -90,22 +91,25 @@ def test_profiles_are_chords() -> None:
             atoms.profile(*map(np.array, wrong))
 
 
+def cut_law(axis: np.ndarray, units: list[float], *, rate: float, cap: int, z: float) -> np.ndarray:
+    """Of the noisy sum of a drawn batch that is cut to `cap` of its units, in every order."""
+    out = np.zeros_like(axis)
+    for drawn in itertools.product((0, 1), repeat=len(units)):
+        chance = math.prod(rate if one else 1 - rate for one in drawn)
+        came = [value for value, one in zip(units, drawn) if one]
+        kept = list(itertools.combinations(came, min(cap, len(came))))
+        for each in kept:
+            out += chance / len(kept) * np.exp(-((axis - sum(each)) ** 2) / (2 * z * z))
+    return out / out.sum()
+
+
 def test_cut_batches_move_by_two_where_they_are_full() -> None:
     """All subsets, cut to one unit in every order; one sends +1, the others −1."""
     rate, cap, z, others = 0.9, 1, 1.0, 2
     axis = np.linspace(-12, 10, 4001)
 
-    def law(has_unit: bool) -> np.ndarray:
-        out, units = np.zeros_like(axis), [1.0] * has_unit + [-1.0] * others
-        for drawn in itertools.product((0, 1), repeat=len(units)):
-            chance = math.prod(rate if one else 1 - rate for one in drawn)
-            came = [value for value, one in zip(units, drawn) if one]
-            kept = list(itertools.combinations(came, min(cap, len(came))))
-            for each in kept:
-                out += chance / len(kept) * np.exp(-((axis - sum(each)) ** 2) / (2 * z * z))
-        return out / out.sum()
-
-    P, Q = law(True), law(False)
+    size = {"rate": rate, "cap": cap, "z": z}
+    P, Q = (cut_law(axis, [1.0] * own + [-1.0] * others, **size) for own in (1, 0))
     plain = compose([(z, rate, 1)])
     for population in (others, others + 1):  # the unit came beside them, or is one of them
         stated = compose([TruncatedRelease(z, rate, cap, population)])
@@ -122,16 +126,7 @@ def test_a_unit_that_is_zeroed_out_keeps_its_place_in_a_full_batch() -> None:
     rate, cap, z, others = 0.6, 1, 1.0, 2
     axis = np.linspace(-12, 12, 4001)
 
-    def law(units: list[float]) -> np.ndarray:
-        out = np.zeros_like(axis)
-        for drawn in itertools.product((0, 1), repeat=len(units)):
-            chance = math.prod(rate if one else 1 - rate for one in drawn)
-            came = [value for value, one in zip(units, drawn) if one]
-            kept = list(itertools.combinations(came, min(cap, len(came))))
-            for each in kept:
-                out += chance / len(kept) * np.exp(-((axis - sum(each)) ** 2) / (2 * z * z))
-        return out / out.sum()
-
+    law = partial(cut_law, axis, rate=rate, cap=cap, z=z)
     data = [(1.0, [rest] * others) for rest in (-1.0, 0.0, 1.0)] + [(1.0, [1.0, -1.0])]
     cases = [(law([own, *rest]), law([0.0, *rest])) for own, rest in data]
     size = {"noise_multiplier": z, "rate": rate, "cap": cap, "population": others + 1}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator
@@ -15,6 +14,7 @@ from uuid import uuid4
 import numpy as np
 import pytest
 import torch
+from tests.federated.blobs import a_task, fact, saved
 from torch import nn
 
 from noshuffle import MinSeparation, Plan, Restarted
@@ -23,12 +23,10 @@ from noshuffle.errors import InvalidInput
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.clients import cross_entropy
 from noshuffle.federated.simulate import in_random_order
-from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 from noshuffle.participation import Participation
 from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED, user_note
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
@@ -53,6 +51,7 @@ from noshuffle.federated.flower import (
 from noshuffle.federated.flower_identity import name_of_key
 
 STEPS, USERS = 8, 12
+TASK = a_task(USERS, held_out=20, prefix=None)
 LOCAL = LocalTraining(learning_rate=0.5, steps=3, batch_size=4, epochs=2)
 Corrupt = Callable[[Message, Message], list[Message]]
 
@@ -77,20 +76,6 @@ def lines() -> Iterator[list[str]]:
     logging.getLogger("flwr").addHandler(handler)
     yield found
     logging.getLogger("flwr").removeHandler(handler)
-
-
-@lru_cache
-def a_task() -> FederatedTask:
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(0, 9, USERS)
-    y = rng.integers(0, 2, sizes.sum() + 20)
-    x = rng.normal(size=(len(y), 1, 2, 2)) * 20 + 128 + 30 * (2 * y - 1)[:, None, None, None]
-    pixels, labels = torch.from_numpy(x.clip(0, 255).astype(np.uint8)), torch.from_numpy(y)
-    n, starts = int(sizes.sum()), np.append(0, np.cumsum(sizes))
-    names = tuple(range(USERS))
-    return FederatedTask(
-        "blobs", "image", names, starts, pixels[:n], labels[:n], pixels[n:], labels[n:], 2
-    )
 
 
 class Model(nn.Module):
@@ -131,7 +116,7 @@ def a_run(run: Path | None = None, *, plan: Plan | None = None, **more: Any) -> 
 
 
 def an_app(**more: Any) -> ClientApp:
-    return task_client(lambda _: (a_task(), Model(), LOCAL, cross_entropy), **more)
+    return task_client(lambda _: (TASK, Model(), LOCAL, cross_entropy), **more)
 
 
 class MemoryGrid(Grid):
@@ -201,7 +186,7 @@ def nodes(run: int, users: Iterable[int] = range(USERS)) -> dict[int, int]:
 
 
 def order(step: int) -> list[int]:
-    return [int(u) for u in in_random_order(a_task().users, seed=3)(step)]
+    return [int(u) for u in in_random_order(TASK.users, seed=3)(step)]
 
 
 def strategy_of(rounds: Rounds, **more: Any) -> PrivateStrategy:
@@ -211,7 +196,7 @@ def strategy_of(rounds: Rounds, **more: Any) -> PrivateStrategy:
 
 def simulated(rounds: Rounds, **more: Any) -> dict[str, torch.Tensor]:
     settings = {"local": LOCAL, "check_ins": order, "vectorise": True, **more}
-    return simulate(rounds, Model(), a_task(), **settings).parameters
+    return simulate(rounds, Model(), TASK, **settings).parameters
 
 
 def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
@@ -622,18 +607,6 @@ def two_at_once(run: Path | None) -> Rounds:
         source=a_source(seed=2), optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
     )  # fmt: skip
     return Rounds(server)
-
-
-def fact(run: Path) -> str | None:
-    evidence = Evidence(run / "ledger.sqlite")
-    try:
-        return evidence.bound().get("user_identity")
-    finally:
-        evidence.close()
-
-
-def saved(run: Path) -> str:
-    return " ".join(json.loads((run / "statement.json").read_text())["assumptions"])
 
 
 def public_key() -> ec.EllipticCurvePublicKey:

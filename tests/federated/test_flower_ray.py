@@ -7,16 +7,14 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
-from torch import nn
+from tests.federated.blobs import a_model, a_task
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.errors import Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.simulate import RoundProgress, in_random_order
-from noshuffle.federated.tasks import FederatedTask
 from noshuffle.noise import test_source as a_source
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
@@ -52,24 +50,6 @@ def _ray() -> Iterator[None]:
     ray.shutdown()
 
 
-def a_task(users: int = 6) -> FederatedTask:
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(0, 9, users)
-    y = rng.integers(0, 2, sizes.sum() + 20)
-    x = rng.normal(size=(len(y), 1, 2, 2)) * 20 + 128 + 30 * (2 * y - 1)[:, None, None, None]
-    pixels, labels = torch.from_numpy(x.clip(0, 255).astype(np.uint8)), torch.from_numpy(y)
-    n, starts = int(sizes.sum()), np.append(0, np.cumsum(sizes))
-    names = tuple(f"u{i}" for i in range(users))
-    return FederatedTask(
-        "blobs", "image", names, starts, pixels[:n], labels[:n], pixels[n:], labels[n:], 2
-    )
-
-
-def a_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
-
-
 def a_run(run: Path | None) -> Rounds:
     plan = Plan.fit(MinSeparation(4, 2, 2), mechanism="blt", noise_multiplier=0.3, unit="user")
     server = ServerOptimizer(
@@ -86,7 +66,7 @@ def a_run(run: Path | None) -> Rounds:
 
 @pytest.mark.usefixtures("_ray")
 def test_ray_and_in_process_are_the_same_run(tmp_path: Path) -> None:
-    task, seen = a_task(), list[RoundProgress]()
+    task, seen = a_task(6, held_out=20), list[RoundProgress]()
     order = in_random_order(task.users, seed=1)
     expected = simulate(a_run(None), a_model(), task, local=LOCAL, check_ins=order, vectorise=True)
     # One round here, the rest on Flower: the engine may change in the middle of a run.
@@ -131,7 +111,7 @@ def test_ray_that_does_not_start_is_one_line_before_the_first_round(
         raise OSError("AF_UNIX path length cannot exceed\n107 bytes")
 
     monkeypatch.setattr(ray, "init", fails)
-    task, rounds = a_task(), a_run(None)
+    task, rounds = a_task(6, held_out=20), a_run(None)
     with pytest.raises(Unsupported, match=r"did not start: AF_UNIX path .* exceed 107 bytes; try"):
         run_flower_simulation(
             rounds, a_model(), task, local=LOCAL, check_ins=in_random_order(task.users, seed=1)

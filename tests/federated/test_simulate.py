@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.federated.blobs import a_model, a_task
 from torch import nn
 
 from noshuffle import MinSeparation, Plan
@@ -30,26 +31,6 @@ SHARED = Path(os.environ.get("NOSHUFFLE_SHARED", Path(__file__).parents[3] / "sh
 needs_data = pytest.mark.skipif(
     not SHARED.is_dir(), reason=f"no data folder at {SHARED}; set NOSHUFFLE_SHARED"
 )
-
-
-def a_task(users: int = 30) -> FederatedTask:
-    """Two blobs; every user has a few points, some have none."""
-    rng = np.random.default_rng(0)
-    sizes = rng.integers(0, 9, users)
-    y = rng.integers(0, 2, sizes.sum() + 200)
-    x = rng.normal(size=(len(y), 1, 2, 2)) * 20 + 128 + 30 * (2 * y - 1)[:, None, None, None]
-    pixels, labels = torch.from_numpy(x.clip(0, 255).astype(np.uint8)), torch.from_numpy(y)
-    n = int(sizes.sum())
-    starts = np.append(0, np.cumsum(sizes))
-    names = tuple(f"u{i}" for i in range(users))
-    return FederatedTask(
-        "blobs", "image", names, starts, pixels[:n], labels[:n], pixels[n:], labels[n:], 2
-    )
-
-
-def a_model() -> nn.Module:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Flatten(), nn.Linear(4, 6), nn.Tanh(), nn.Linear(6, 2))
 
 
 @lru_cache

@@ -7,12 +7,12 @@ whose word they are.
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from pathlib import Path
 
 import pytest
 import torch
+from tests.federated.blobs import fact, saved
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput
@@ -26,7 +26,6 @@ from noshuffle.release.facts import (
     UNREGISTERED,
     user_note,
 )
-from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.verify import verify
 
 LIMITS = MinSeparation(4, 4, 1)
@@ -39,18 +38,6 @@ def a_run(run: Path | None) -> Rounds:
         optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
     )  # fmt: skip
     return Rounds(server)
-
-
-def fact(run: Path) -> str | None:
-    evidence = Evidence(run / "ledger.sqlite")
-    try:
-        return evidence.bound().get("user_identity")
-    finally:
-        evidence.close()
-
-
-def saved(run: Path) -> str:
-    return " ".join(json.loads((run / "statement.json").read_text())["assumptions"])
 
 
 def test_ids_of_the_caller(tmp_path: Path) -> None:

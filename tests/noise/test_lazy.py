@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.noise.laws import agrees, check_covariance, check_default_type
 from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
@@ -64,14 +65,6 @@ def prefix(name: str, steps: int = N) -> np.ndarray:
     recipe, rates = CASES[name]
     weights = np.asarray(rates or (1.0,) * steps)[:steps]
     return SCALE * np.cumsum(weights[:, None] * materialize(recipe, steps), axis=0)
-
-
-def agrees(sample: np.ndarray, covariance: np.ndarray) -> bool:
-    """Every entry within five standard errors of a Wishart sample."""
-    found = sample @ sample.T / sample.shape[1]
-    variance = np.diag(covariance)
-    error = np.sqrt((np.outer(variance, variance) + covariance**2) / sample.shape[1])
-    return bool((np.abs(found - covariance) <= 5 * error + 1e-12).all())
 
 
 def random_touches(rows: int, *, seed: int) -> dict[int, list[int]]:
@@ -152,9 +145,7 @@ def test_covariance_of_touches_is_that_of_the_explicit_matrix(name: str, kind: s
         last[row] = sums[step]
     weights = weights.reshape(len(values), -1)
     covariance, sample = weights @ weights.T, np.array(list(values.values()))
-    assert agrees(sample, covariance)
-    assert not agrees(sample * 2 / 3, covariance)
-    assert not agrees(sample * 3 / 2, covariance)
+    check_covariance(sample, covariance)
     assert np.abs(sample.mean(axis=1) / np.sqrt(np.diag(covariance) / size)).max() < 5
 
 
@@ -282,13 +273,7 @@ def test_the_default_type_of_torch_does_not_matter(kind: str) -> None:
         again = noise.touch_(torch.tensor([7]), 5, onto=torch.ones(1, 5, dtype=torch.float32))
         return [first, again, noise.flush_(6), noise.state_dict()["buffers"]]
 
-    plain, before = drawn(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        other = drawn()
-    finally:
-        torch.set_default_dtype(before)
-    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    check_default_type(drawn)
 
 
 def test_draws_beyond_their_field_are_refused() -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.noise.laws import agrees
 from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
@@ -165,11 +166,9 @@ def test_two_continuations_share_the_past_and_nothing_else(name: str, kind: str,
 
 
 def has_covariance(sample: np.ndarray, covariance: np.ndarray) -> bool:
-    """Every entry within seven standard errors of a Wishart sample, and the grid's variance."""
-    found = sample @ sample.T / sample.shape[1]
-    variance = np.diag(covariance)
-    error = np.sqrt((np.outer(variance, variance) + covariance**2) / sample.shape[1])
-    return bool((np.abs(found - covariance) <= 7 * error + 1e-5 * variance.max()).all())
+    """Within seven standard errors, and the grid's variance."""
+    slack = 1e-5 * float(np.diag(covariance).max())
+    return agrees(sample, covariance, errors=7.0, slack=slack)
 
 
 @every_strategy

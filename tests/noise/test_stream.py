@@ -10,6 +10,7 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
+from tests.noise.laws import check_default_type
 from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
@@ -222,13 +223,7 @@ def test_the_default_type_of_torch_does_not_matter(
         source.normal_(table, row=2, name="w")
         return [*values.values(), *stream.state_dict()["buffers"].values(), alone, table]
 
-    plain, before = drawn(), torch.get_default_dtype()
-    try:
-        torch.set_default_dtype(torch.float64)
-        other = drawn()
-    finally:
-        torch.set_default_dtype(before)
-    assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
+    check_default_type(drawn)
 
 
 def test_low_precision_values_are_noised_in_float32_and_rounded_once() -> None:

@@ -9,7 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from tests.release.folders import edit_json
+from tests.release.folders import edit_json, relink, sql
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -69,37 +69,6 @@ def good(tmp_path_factory):
 @pytest.fixture
 def copy(good, tmp_path):
     return shutil.copytree(good, tmp_path / "copy")
-
-
-def sql(path, *commands):
-    db = sqlite3.connect(path / "ledger.sqlite")
-    for command, *values in commands:
-        db.execute(command, *values)
-    db.commit()
-    db.close()
-
-
-def relink(path):
-    """Make the hash chain of a ledger anew, as somebody who knows its form would."""
-    db = sqlite3.connect(path / "ledger.sqlite", isolation_level=None)
-    steps = "SELECT seq, step, life, time, units, batch, digest, late, ids FROM steps"
-    rows = [(seq, None, row) for seq, *row in db.execute(steps)]
-    rows += [
-        (seq, kind, row) for seq, kind, *row in db.execute("SELECT seq, kind, time, body FROM log")
-    ]
-    link = evidence.START
-    for number, (seq, kind, row) in enumerate(sorted(rows, key=lambda one: one[0]), start=1):
-        if kind is None:
-            link = evidence.step_link(link, *row)
-            db.execute("UPDATE steps SET link = ?, seq = ? WHERE step = ?", (link, -number, row[0]))
-        else:
-            link = evidence.event_link(link, kind, *row)
-            db.execute("UPDATE log SET link = ?, seq = ? WHERE seq = ?", (link, -number, seq))
-    db.execute("UPDATE steps SET seq = -seq")
-    db.execute("UPDATE log SET seq = -seq")
-    assert evidence.broken_link(db) is None
-    db.close()
-    return number, link.hex()
 
 
 def edit(file, change):

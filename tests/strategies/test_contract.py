@@ -14,6 +14,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from tests.strategies.patterns import patterns
 from tests.strategies.slow_recipes import materialize
 
 import noshuffle.strategies as st
@@ -157,15 +158,6 @@ def test_a_shorter_run_is_a_prefix(name):
     assert not whole[:7, rows:].any()
 
 
-def min_separation_patterns(n, b, k):
-    stack = [(t,) for t in range(n)]
-    while stack:
-        p = stack.pop()
-        yield p
-        if len(p) < k:
-            stack.extend((*p, t) for t in range(p[-1] + b, n))
-
-
 @cache
 def allowed(participation, steps):
     """Every pattern of the first `steps` steps."""
@@ -176,7 +168,7 @@ def allowed(participation, steps):
         return [tuple(range(j, steps, b)) for j in range(min(b, steps))]
     if isinstance(participation, MinSeparation):
         b, k = participation.separation, participation.max_participations
-        return list(min_separation_patterns(steps, b, k))
+        return list(patterns(steps, b, k))
     base, every = participation.participation, participation.every
     blocks = [
         [()] + [tuple(s + t for t in p) for p in allowed(base, min(every, steps - s))]

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from tests.strategies.patterns import patterns
 
 import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput, Unsupported
@@ -42,16 +43,6 @@ ENCODERS = {
     "sqrt_toeplitz_band8": lambda n: st.sqrt_toeplitz(8),
     "sqrt_toeplitz_colnorm": lambda n: st.column_normalized(st.sqrt_toeplitz(), n),
 }
-
-
-def patterns(n, b, k):
-    """Every non-empty set of at most k steps that are at least b apart."""
-    stack = [(t,) for t in range(n)]
-    while stack:
-        p = stack.pop()
-        yield p
-        if len(p) < k:
-            stack.extend((*p, t) for t in range(p[-1] + b, n))
 
 
 def epoch_patterns(b, k):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as some
+from tests.strategies.patterns import patterns
 
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import prefix_sensitivity, tree
@@ -61,15 +62,6 @@ def test_closed_forms_are_the_inverted_covariance(variant, n, every, completion,
     np.testing.assert_allclose(got, expected, rtol=1e-9)
 
 
-def separated(n, b, k):
-    stack = [(t,) for t in range(n)]
-    while stack:
-        pattern = stack.pop()
-        yield pattern
-        if len(pattern) < k:
-            stack.extend((*pattern, t) for t in range(pattern[-1] + b, n))
-
-
 @settings(max_examples=80, deadline=None)
 @given(
     some.sampled_from(["plain", "honaker"]),
@@ -86,7 +78,7 @@ def test_the_search_finds_the_worst_pattern(variant, n, every, completion, b, k,
     t = data.draw(some.integers(1, n))
     rows = strategy.noising(n)[:t]
     X = np.linalg.inv(rows @ rows.T)
-    expected = max(X[np.ix_(p, p)].sum() for p in separated(t, b, k))
+    expected = max(X[np.ix_(p, p)].sum() for p in patterns(t, b, k))
     parts = [Part(min(real, t - s), real, full) for s, real, full in strategy.blocks(n) if s < t]
     is_limited = limited or k < -(-t // b)
     search = searches.TreeSearch(b, k, is_limited, carry_of(variant))

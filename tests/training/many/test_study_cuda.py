@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from tests.training.many.test_study import Named
 from torch import nn
 
 from noshuffle.noise import test_source
@@ -28,19 +29,6 @@ class Residual(nn.Module):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         x = self.enter(x.flatten(1))
         return self.leave(x + self.back(self.block(x)))
-
-
-class Named(nn.Module):
-    """A model whose tensors are called "k/name", as those of run k of a study are."""
-
-    def __init__(self, inner: nn.Module, run: int) -> None:
-        super().__init__()
-        self.__dict__["inner"] = inner
-        for name, child in inner.named_children():
-            self.add_module(f"{run}/{name}", child)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.inner(x)
 
 
 def small_cnn() -> nn.Module:
