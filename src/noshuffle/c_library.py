@@ -180,12 +180,16 @@ def _compiled(
     return None
 
 
+def user_cache() -> Path:
+    """noshuffle/ in the user's cache folder: of libraries, and of data and features, too."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "noshuffle"
+
+
 def cache_folder() -> Path | None:
     """The folder of kept libraries, made if need be; None where none is safe from others."""
     named = os.environ.get("NOSHUFFLE_CACHE", "")
     try:
-        base = os.environ.get("XDG_CACHE_HOME", "") or Path.home() / ".cache"
-        folder = Path(named).expanduser() if named else Path(base, "noshuffle")
+        folder = Path(named).expanduser() if named else user_cache()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         folder = folder.resolve()
         is_safe = _is_safe(folder) and all(

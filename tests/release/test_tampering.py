@@ -50,13 +50,6 @@ def exchange(path: Path, one: int, other: int) -> None:
     db.close()
 
 
-def first_of(path: Path, kind: str) -> int:
-    db = sqlite3.connect(path / "ledger.sqlite")
-    (found,) = db.execute("SELECT MIN(seq) FROM log WHERE kind = ?", (kind,)).fetchone()
-    db.close()
-    return int(found)
-
-
 def other_model(path: Path) -> None:
     file = newest(path) / "model.safetensors"
     save_file({n: torch.zeros_like(v) for n, v in load_file(file).items()}, file)

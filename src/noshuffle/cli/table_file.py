@@ -71,9 +71,7 @@ def read_table(
     hash_text: int | None = None,
     missing: str = "zero",
     only: set[str] | None = None,
-    categories: Categories
-    | Callable[[dict[str, list[str]], list[str] | None], Categories]
-    | None = None,
+    categories: Categories | ChooseFn | None = None,
 ) -> Table:
     """Read a .csv or .parquet file; the first line of a CSV names the columns.
 

@@ -17,6 +17,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
+from noshuffle.c_library import user_cache
 from noshuffle.errors import DataUnavailable, InvalidInput
 
 
@@ -76,8 +77,7 @@ def checked(path: Path, remote: Remote) -> None:
 
 def fetch(remote: Remote, *, folder: Path | None = None) -> Path:
     """The file from the cache ($XDG_CACHE_HOME or ~/.cache), else downloaded and checked."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-    folder = folder or base / "noshuffle"
+    folder = folder or user_cache()
     path = folder / remote.name
     if path.is_file() and _md5(path) == remote.md5:
         return path

@@ -12,13 +12,13 @@ from __future__ import annotations
 import hashlib
 import io
 import json
-import os
 from inspect import signature
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from noshuffle.c_library import user_cache
 from noshuffle.features.encoder import Encoder, place
 from noshuffle.features.patches import Patches
 from noshuffle.features.prior import Prior
@@ -31,11 +31,10 @@ MADE = 1
 
 def kept(*, device: str = "cpu", folder: Path | None = None, **how: Any) -> Prior:
     """`Prior.of(**how)`, from its file where there is one."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     every = {name: one.default for name, one in signature(Prior.of).parameters.items()} | how
     named = {name: every[name] for name in every if name not in ("say", "device")} | {"made": MADE}
     digest = hashlib.sha256(json.dumps(named, sort_keys=True).encode()).hexdigest()[:16]
-    path = (folder or base / "noshuffle") / f"prior-{digest}.pt"
+    path = (folder or user_cache()) / f"prior-{digest}.pt"
     if path.is_file():
         try:
             found = _prior(torch.load(path, map_location=device, weights_only=True))
