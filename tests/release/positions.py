@@ -15,7 +15,7 @@ from noshuffle.participation import CyclicPoisson, Participation
 from noshuffle.plan import Plan
 from noshuffle.release.ledger_tables import encode_units
 from noshuffle.release.private_sum import PrivateSum
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 STEPS, GROUPS = 6, 24_999_983
 MANY = 4 * GROUPS

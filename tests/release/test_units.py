@@ -9,8 +9,9 @@ import torch
 from noshuffle.errors import InvalidInput
 from noshuffle.release import unit_index
 from noshuffle.release import units as module
+from noshuffle.release.unit_ids import as_ids, name_to_id
 from noshuffle.release.unit_index import UnitIndex, in_order, new_index
-from noshuffle.release.units import Seen, UnitTable, as_ids, name_to_id
+from noshuffle.release.units import Seen, UnitTable
 
 #: Ids that lie far apart, close together from zero on, and of both kinds.
 KINDS = {

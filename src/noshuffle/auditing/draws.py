@@ -35,7 +35,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.release.sampler import Sampler, make_sampler
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 #: A finding is believed when chance gives it less often than this.
 LEVEL = 1e-6

@@ -60,7 +60,7 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids, ids_and_kind
+from noshuffle.release.unit_ids import Ids, ids_and_kind
 from noshuffle.statement import PrivacyStatement
 
 NUMBERS = ("epsilon", "delta", "pure")

@@ -28,7 +28,7 @@ from noshuffle.release.folder import RunFolder, take
 from noshuffle.release.ledger_tables import Evidence, broken_link, described
 from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import spent
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 

@@ -21,7 +21,7 @@ from noshuffle.budget.entries import BooksState
 from noshuffle.budget.units import UnitSpending
 from noshuffle.errors import BudgetExceeded, InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 

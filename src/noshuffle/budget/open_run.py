@@ -18,7 +18,7 @@ from noshuffle.budget.store import Books
 from noshuffle.budget.units import UnitSpending, amounts
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 

@@ -41,7 +41,7 @@ from noshuffle.errors import (
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 #: Called with a setting and a trial; gives back a result and its scores.

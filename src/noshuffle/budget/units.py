@@ -33,7 +33,7 @@ from noshuffle.errors import VerificationFailed
 from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
 from noshuffle.release.files import sync, write_bytes
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 Array = np.ndarray
 

@@ -34,7 +34,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.extension import finish
 from noshuffle.release.folder import take
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.report import write_report
 from noshuffle.training import Private, RunFolder, fit_model, privatize
 from noshuffle.training.batches import TensorBatches

@@ -35,7 +35,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.strategies import Strategy, release_sums
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import models

@@ -43,7 +43,7 @@ from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.release.repeated import warn_if_fitted_before
-from noshuffle.release.units import as_ids
+from noshuffle.release.unit_ids import as_ids
 from noshuffle.statement import PrivacyStatement
 
 PRIVATE = "private"

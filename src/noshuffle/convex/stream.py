@@ -40,7 +40,7 @@ from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.release.account import Account, Charge
 from noshuffle.release.release import Release
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 
 class LearningStream(OneOwner):

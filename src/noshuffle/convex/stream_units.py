@@ -28,7 +28,8 @@ import torch
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of
-from noshuffle.release.units import Ids, UnitTable, ids_and_kind, name_to_id
+from noshuffle.release.unit_ids import ids_and_kind, name_to_id
+from noshuffle.release.units import Ids, UnitTable
 
 #: Single units that are seen before the table takes them in.
 _MOST_SINGLE = 2**16

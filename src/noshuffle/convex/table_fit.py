@@ -34,7 +34,7 @@ from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import Constraint, L1Ball
-from noshuffle.release.units import as_ids
+from noshuffle.release.unit_ids import as_ids
 from noshuffle.statement import PrivacyStatement
 
 #: Solvers that answer once, outside of the stream.

@@ -35,7 +35,7 @@ from scipy import sparse
 
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.errors import InvalidInput, one_of, positive, whole
-from noshuffle.release.units import as_ids
+from noshuffle.release.unit_ids import as_ids
 
 MISSING = ("refuse", "skip")
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."

@@ -32,7 +32,7 @@ from noshuffle.experiments.figure import Request
 from noshuffle.experiments.lines import StudyLine, StudyTask
 from noshuffle.experiments.runner import to_stderr
 from noshuffle.features import fixed
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.strategies import identity
 from noshuffle.strategies.workload import cooldown
 from noshuffle.training.augment import Augment, mean_over_copies

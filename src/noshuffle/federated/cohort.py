@@ -32,7 +32,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.units import Ids, as_ids, kind_of_ids
+from noshuffle.release.unit_ids import Ids, as_ids, kind_of_ids
 from noshuffle.statement import PrivacyStatement
 
 UserId = str | int

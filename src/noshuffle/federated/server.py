@@ -59,7 +59,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]

@@ -21,7 +21,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.facts import void_notes
 from noshuffle.release.spending import COUNTS, Ancestor, spent
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement, reasons
 
 if TYPE_CHECKING:

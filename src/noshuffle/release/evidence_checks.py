@@ -30,7 +30,8 @@ from noshuffle.release.ledger_tables import Evidence, Row, broken_link, damage, 
 from noshuffle.release.opening import known_steps
 from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
 from noshuffle.release.unfinished import EXTENDED, SEAL
-from noshuffle.release.units import Ids, UnitTable, name_to_id
+from noshuffle.release.unit_ids import name_to_id
+from noshuffle.release.units import Ids, UnitTable
 
 
 @dataclass

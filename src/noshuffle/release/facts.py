@@ -28,7 +28,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, spent
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_flatten
 
 from noshuffle.release import digest, tags
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 SIZE = 16
 #: The form of these fingerprints; those of another form cannot be compared with them.

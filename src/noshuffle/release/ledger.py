@@ -43,7 +43,8 @@ from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.ledger_file import LedgerFile, lacking
 from noshuffle.release.ledger_tables import Row, described
 from noshuffle.release.sampler import Sampler
-from noshuffle.release.units import BatchCache, Ids, Seen, UnitTable, name_to_id
+from noshuffle.release.unit_ids import name_to_id
+from noshuffle.release.units import BatchCache, Ids, Seen, UnitTable
 
 #: `tidy` summarises after this many participations for each unit, or this many steps.
 _TIDY_UNITS, _TIDY_STEPS = 32, 16384

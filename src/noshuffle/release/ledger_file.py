@@ -33,7 +33,7 @@ from noshuffle.release import ledger_tables as tables
 from noshuffle.release import secret_units
 from noshuffle.release.files import sync
 from noshuffle.release.ledger_errors import explained
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 #: Bytes of a page, and how many of them the write-ahead log holds before it begins anew.
 _PAGE, _LOG_PAGES = 1024, 128

@@ -44,7 +44,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.release import secret_units
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 SCHEMA = """
 CREATE TABLE IF NOT EXISTS meta (name TEXT PRIMARY KEY, value TEXT NOT NULL);

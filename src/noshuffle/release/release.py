@@ -45,7 +45,7 @@ from noshuffle.release import account, digest, tags
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.opening import Run, open_run
 from noshuffle.release.run_state import RunState
-from noshuffle.release.units import Ids, ids_and_kind
+from noshuffle.release.unit_ids import Ids, ids_and_kind
 
 #: A digest that is there, or one to wait for.
 Later = bytes | Callable[[], bytes]

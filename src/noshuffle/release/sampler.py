@@ -45,7 +45,7 @@ from noshuffle.participation import (
     stages_of,
 )
 from noshuffle.release.sparse_draws import Words, drawn_count, drawn_subset
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 #: The key of a secret draw: one for all steps, or a function of the step (`keys.KeyRing`).
 SamplingKey = bytes | Callable[[int], bytes]

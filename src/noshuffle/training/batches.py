@@ -25,7 +25,7 @@ from torch.utils.data import Dataset, default_collate
 from noshuffle.clipping.objective import take
 from noshuffle.release.sampler import Sampler
 from noshuffle.release.sampler import in_order as in_order
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 
 
 @dataclass(frozen=True)

@@ -34,7 +34,7 @@ from noshuffle.errors import InvalidInput, ParticipationViolation, ProbablyNotMe
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome

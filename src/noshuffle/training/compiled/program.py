@@ -24,7 +24,7 @@ from noshuffle.release import tags
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, repeatable, warmed
 from noshuffle.training.compiled.staged import StagedUsers

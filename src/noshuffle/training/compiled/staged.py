@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.release.guard import Mask
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled import kernels
 
 COLUMNS = 1024

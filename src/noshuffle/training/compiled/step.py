@@ -30,7 +30,7 @@ from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.update import Update, update_for

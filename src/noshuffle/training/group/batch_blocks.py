@@ -26,7 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.objective import take
 from noshuffle.release import digest, fingerprint
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
 
 

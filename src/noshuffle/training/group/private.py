@@ -21,7 +21,7 @@ import torch
 from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.spending import Ancestor
-from noshuffle.release.units import Ids, as_ids
+from noshuffle.release.unit_ids import Ids, as_ids
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import blocks_of

@@ -31,7 +31,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
-from noshuffle.release.units import Ids
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled.blocks import BlockSums, block_sums
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
