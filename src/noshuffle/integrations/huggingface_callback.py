@@ -17,8 +17,8 @@ from typing import Any
 
 import transformers
 
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
+from noshuffle.errors import InvalidInput
+from noshuffle.integrations.huggingface_checks import refuse_mixed_rows, refuse_options
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
@@ -102,20 +102,11 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
             "label_smoothing_factor, a mean over the batch; use PrivateTrainer with loss_fn=": (
                 args.label_smoothing_factor > 0
             ),
-            "ignore_data_skip, which reads rows again that were released; leave it out": (
-                args.ignore_data_skip
-            ),
-            "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
-            "include_num_input_tokens_seen: numbers of tokens are raw data; leave it out": (
-                args.include_num_input_tokens_seen not in ("no", False)
-            ),
             "plans that sample, or protect users; use PrivateTrainer or private.step": (
                 self.plan.participation.is_sampled or self.plan.unit != "example"
             ),
         }
-        for reason, applies in reasons.items():
-            if applies:
-                raise Unsupported(f"PrivateTrainerCallback does not take {reason}")
+        refuse_options("PrivateTrainerCallback", args, reasons)
         order = order_of(self.plan, loader)
         if order.verdict == "refused":
             raise InvalidInput(f"{order.found}: {order.advice}")
