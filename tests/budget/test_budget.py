@@ -659,3 +659,19 @@ def test_an_object_that_was_overtaken_leaves_the_account(budget: Budget, tmp_pat
         new.add(np.zeros(2), ids=[2 * step, 2 * step + 1])
     new.close()
     assert mu_of(budget) == pytest.approx(plan.mu(), rel=1e-12)
+
+
+def test_a_run_that_its_budget_refused_does_not_go_on_without_it(tmp_path: Path) -> None:
+    budget, plan = Budget(tmp_path / "budget", epsilon=1.0, delta=DELTA), plan_of(2.0)
+    with pytest.raises(BudgetExceeded):
+        PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run", budget=budget).add([1.0])
+    with pytest.raises(InvalidInput, match=r"draws on the budget .*; give budget="):
+        PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run").add([1.0])
+    with pytest.raises(BudgetExceeded):
+        PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run", budget=budget).add([1.0])
+
+
+@pytest.mark.parametrize("given", ["a folder", 4.0])
+def test_a_budget_is_given_as_one(given: Any) -> None:
+    with pytest.raises(InvalidInput, match=r"budget must be a noshuffle.Budget, got (str|float)"):
+        PrivateSum(plan_of(), clip=1.0, shape=(), budget=given).add([1.0])

@@ -105,6 +105,10 @@ class Account(Protocol):
         ...
 
 
+#: The fact that names the budget of a run before it is known whether the run fits.
+ASKED = "budget_asked"
+
+
 def enter(
     budget: Account | None,
     plan: Plan,
@@ -115,16 +119,24 @@ def enter(
     """Reserve the cost of a run that was just opened; None without a budget.
 
     Guarantees: when this returns, everything that the run may release is reserved. Raises for a
-    run that draws on a budget and is opened without one.
+    run that draws on a budget, or was begun to, and is opened without one.
     """
     origin = ledger.meta("budget")
     if budget is None:
-        if origin is not None:
+        if name := origin or ledger.meta(ASKED):
             raise InvalidInput(
-                f"this run draws on the budget {origin.partition('/')[0]}, from which it would "
+                f"this run draws on the budget {name.partition('/')[0]}, from which it would "
                 "release more than was charged; give budget="
             )
         return None
+    if not hasattr(budget, "open"):
+        raise InvalidInput(
+            f"budget must be a noshuffle.Budget, got {type(budget).__name__}; open one that is "
+            "there with noshuffle.Budget(folder), or begin it with epsilon= and delta="
+        )
+    if folder is not None and origin is None:
+        # Before the charge: a folder whose run the limit refused must not go on without it.
+        ledger.bind(ASKED, budget.name)
     before, notes = uncounted(ancestors, budget.name), ledger.notes("life")
     # A ledger in another file than in its last life was copied or restored: its newest keys alone
     # name it, so that it pays for itself.

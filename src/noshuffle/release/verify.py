@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from noshuffle.errors import NoshuffleError
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.release import checkpoint
 from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
@@ -53,11 +53,13 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     cannot know what was never recorded. Of a saved stream, every phase is verified.
 
     Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
-    the guarantee: the error of the operating system is raised; so is a line where no run has begun,
-    or an extension was killed on its way (`unfinished`). Other files that cannot be read are
-    named as not checked.
+    the guarantee: the error of the operating system is raised; so is a line where there is no
+    folder, no run has begun, or an extension was killed on its way (`unfinished`). Other files that
+    cannot be read are named as not checked.
     """
     run, refuted = RunFolder(path), []
+    if not run.path.is_dir():  # a slip in the name refutes nothing
+        raise InvalidInput(f"{path} is not a folder; give a run folder")
     wanted = None if public_key is None else public_bytes(public_key)  # a slip refutes nothing
     phases = sorted(run.path.glob("phase-*"), key=lambda phase: (len(phase.name), phase.name))
     if phases and not run.plan_file.exists():
