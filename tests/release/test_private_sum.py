@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -234,3 +235,18 @@ def test_threads_take_turns():
         sys.setswitchinterval(before)
     assert len(answers) == total.released == total.step == 30
     assert len(refused) == 90
+
+
+def test_a_total_before_anything_was_added_is_one_line() -> None:
+    plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=1.0)
+    with pytest.raises(InvalidInput, match=r"nothing was added yet.*give shape="):
+        PrivateSum(plan, clip=1.0).total  # noqa: B018
+
+
+def test_arrays_that_may_not_be_written_to_are_taken_without_a_warning() -> None:
+    plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=1.0)
+    row = np.ones(3)
+    row.flags.writeable = False  # as columns of pandas 3 are
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        PrivateSum(plan, clip=1.0).add(row)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import uuid
+
 import numpy as np
 import pytest
 import torch
@@ -266,3 +268,18 @@ def test_ids_of_many_kinds():
     ):
         with pytest.raises(InvalidInput, match="ids must"):
             as_ids(bad)
+
+
+def test_ids_of_pandas_are_those_of_a_list() -> None:
+    names = ["ann", "bob", "7"]
+    for array in (np.array(names, dtype=object), np.array(names, dtype=np.dtypes.StringDType())):
+        assert as_ids(array).tolist() == as_ids(names).tolist()
+        assert module.kind_of_ids(array) == "names"
+    assert as_ids(np.array([3, 5], dtype=object)).tolist() == [3, 5]
+    assert module.kind_of_ids(np.array([3, 5], dtype=object)) == "integers"
+
+
+@pytest.mark.parametrize("one", [("a", 1), (1, 2), uuid.UUID(int=3), None])
+def test_what_is_no_id_is_named(one: object) -> None:
+    with pytest.raises(InvalidInput, match=rf"got one of type {type(one).__name__}; make names"):
+        as_ids([one, one])

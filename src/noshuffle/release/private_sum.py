@@ -224,6 +224,11 @@ class PrivateSum(OneOwner):
         """In the form in which contributions came."""
         if self._is_named:
             return {name: self._one(value) for name, value in values.items()}
+        if VALUE not in values:
+            raise InvalidInput(
+                "nothing was added yet, so the shape of the total is not known; add() first, or "
+                "give shape="
+            )
         return self._one(values[VALUE])
 
     def _one(self, value: Tensor) -> Any:
@@ -307,7 +312,9 @@ def _tensor(value: Any) -> tuple[Tensor, str]:
             raise InvalidInput(
                 f"contributions must be real numbers, got {array.dtype}; give one row per unit"
             )
-        value = torch.from_numpy(np.ascontiguousarray(array, dtype=np.float64))
+        array = np.ascontiguousarray(array, dtype=np.float64)
+        # pandas 3 hands out arrays that may not be written to, of which torch warns.
+        value = torch.from_numpy(array if array.flags.writeable else array.copy())
     if value.is_complex():
         raise InvalidInput("contributions must be real numbers, got complex ones")
     if value.layout is not torch.strided or value.is_quantized:

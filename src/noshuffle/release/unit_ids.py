@@ -14,6 +14,7 @@ import hashlib
 from collections.abc import Iterable
 from functools import lru_cache
 from typing import Any
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
@@ -22,6 +23,10 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput
 
 Ids = NDArray[np.int64]
+#: Kinds of arrays that hold Python's objects: those of pandas, and NumPy's own texts.
+_OBJECTS = "OT"
+#: What NumPy would make two ids, or an id that is a text, of.
+_NO_IDS = (tuple, UUID, type(None))
 
 
 def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
@@ -43,7 +48,7 @@ def kind_of_ids(ids: Any) -> str:
     """ "integers" or "names"; "" for none at all. What is neither, `as_ids` refuses."""
     if isinstance(ids, Tensor):
         return "integers" if ids.numel() else ""
-    if isinstance(ids, np.ndarray):
+    if isinstance(ids, np.ndarray) and ids.dtype.kind not in _OBJECTS:
         return ("names" if ids.dtype.kind in "US" else "integers") if ids.size else ""
     first = next(iter(ids), None) if isinstance(ids, Iterable) else ids
     return "" if first is None else "names" if isinstance(first, str | bytes) else "integers"
@@ -64,20 +69,27 @@ def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     """Unit ids from a tensor, an array, or a list of integers or names."""
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
-    if not isinstance(ids, np.ndarray):
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind in _OBJECTS:
         items = list(ids) if isinstance(ids, Iterable) else [ids]
-        if items and all(issubclass(kind, str | bytes) for kind in set(map(type, items))):
+        kinds = set(map(type, items))
+        are_names = {issubclass(kind, str | bytes) for kind in kinds}
+        if are_names == {True}:
             return np.array([_hashed(i, secret) for i in items], dtype=np.int64)
-        ids = np.array(items, dtype=np.int64) if not items else np.asarray(items)
-        if ids.dtype.kind in "US":  # NumPy made names of the numbers among them
+        if True in are_names:
             raise InvalidInput(
                 "ids must all be integers or all be names, got both in one batch; 5 and '5' would "
                 "count as two units"
             )
+        if strange := [kind for kind in kinds if issubclass(kind, _NO_IDS)]:
+            raise InvalidInput(
+                "ids must be one integer or name per example, got one of type "
+                f"{strange[0].__name__}; make names of them: [str(one) for one in ids]"
+            )
+        ids = np.array(items, dtype=np.int64) if not items else np.asarray(items)
     if ids.ndim != 1 or ids.dtype.kind not in "iuUS":
         raise InvalidInput(
             "ids must be one integer or name per example, got an array of shape "
-            f"{ids.shape} and type {ids.dtype}"
+            f"{ids.shape} and type {ids.dtype}; make names of them: [str(one) for one in ids]"
         )
     if ids.dtype.kind in "US":
         return as_ids(ids.tolist(), secret=secret)
