@@ -99,6 +99,8 @@ class Budget:
         self._books = Books(self.folder)
         self._exposes = ""
         given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
+        # NumPy's numbers are no JSON.
+        given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
         given |= {"unit": unit, "neighbours": neighbours}
         if not self._books.is_there:
             if epsilon is None or delta is None:

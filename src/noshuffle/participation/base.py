@@ -31,9 +31,13 @@ class Participation:
 
     def __post_init__(self) -> None:
         kinds = {field.name: field.type for field in fields(self)}  # type: ignore[arg-type]
-        whole(**{name: getattr(self, name) for name, kind in kinds.items() if kind == "int"})
+        counts = {name: getattr(self, name) for name, kind in kinds.items() if kind == "int"}
+        whole(**counts)
+        for name, value in counts.items():  # NumPy's numbers are no JSON
+            object.__setattr__(self, name, int(value))
         if "rate" in kinds:
             unit_rate(rate=getattr(self, "rate"))  # noqa: B009
+            object.__setattr__(self, "rate", float(getattr(self, "rate")))  # noqa: B009
 
     @property
     def most(self) -> int:

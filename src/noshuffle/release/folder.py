@@ -148,8 +148,9 @@ class RunFolder:
             return KeyRing.from_dict(read_json(self.key_file))
         except FileNotFoundError:
             raise InvalidInput(
-                f"{self.key_file} is missing (was the run sealed?); without its keys a run cannot "
-                "go on, only be forked"
+                f"{self.key_file} is missing (was the run sealed? a finished one is when it is "
+                "closed); without its keys a run cannot go on, only be forked or, if finished, "
+                "extended (noshuffle.extend); another run needs a new folder"
             ) from None
         except (AttributeError, InvalidInput) as error:
             raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None

@@ -29,6 +29,7 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from numbers import Integral, Real
 from typing import Any
 
 import torch
@@ -90,8 +91,10 @@ class Release(RunState):
         """
         if not isinstance(divisor, BySteps):
             positive(divisor=divisor)
+            # A checkpoint with numbers of NumPy could not be loaded again (torch, weights_only).
+            divisor = int(divisor) if isinstance(divisor, Integral) else float(divisor)
         place = torch.device(device)
-        bound = Flat(float(clip)) if isinstance(clip, int | float) else clip
+        bound = Flat(float(clip)) if isinstance(clip, Real) else clip
         make = partial(Ledger, plan.guarded, unit=plan.unit)
         opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
         try:

@@ -43,7 +43,8 @@ def sketch(x: Any) -> frozenset[int]:
     if len(short) > _FIRST:
         chosen = np.flatnonzero(short <= np.partition(short, _FIRST)[_FIRST])
         x, short = x[chosen], short[chosen]
-    whole = _hashes(x, draws)
+    with np.errstate(invalid="ignore"):  # rows with infinities are hashed like others
+        whole = _hashes(x, draws)
     whole = whole[np.lexsort((whole, short))]
     distinct = whole[np.flatnonzero(np.diff(whole, prepend=~whole[:1]))]
     return frozenset(distinct[:_SIZE].tolist() if 2 * len(distinct) >= len(whole) else ())

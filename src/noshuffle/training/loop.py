@@ -14,7 +14,7 @@ raw: it goes to the callbacks alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -169,7 +169,9 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
     metrics: dict[str, float] = {}
     if evaluate is not None:
         with evaluated(private.model), torch.no_grad():
-            metrics = {name: float(value) for name, value in evaluate(private.model).items()}
+            told = evaluate(private.model)
+            instance_of(Mapping, **{"what evaluate returns": told})
+            metrics = {name: float(value) for name, value in told.items()}
     metrics = {name: value for name, value in metrics.items() if math.isfinite(value)}
     if private.run is not None:
         grads = [p.grad for p in private._parts.parameters.values() if p.grad is not None]

@@ -31,13 +31,14 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import UNCOMPILED, original
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.clipping.objective import Criterion, cuttable
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, callables
 from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
@@ -144,6 +145,10 @@ class Private(OneOwner):
     def step(self, loss_fn: Criterion | ModelLoss, *batch: Any, ids: Any = None) -> float:
         """One private step: guard, clip, sum, record, noise, divide, update.
 
+        The model is called on the first part of the batch, `loss_fn` on its answer and the other
+        parts. Batches of another form (dictionaries, models of several arguments) go with
+        `ModelLoss(fn)`, whose `fn(model, *batch)` is the loss of a batch that holds one example.
+
         `ids` names the unit of every example. Without it, batches are told apart by content.
         Returns the mean loss of the batch, which is raw data and not private: look at it, but
         publish only what the statement covers.
@@ -162,6 +167,8 @@ class Private(OneOwner):
         if os.getpid() != self._owner:
             self.check_owner()
         with self._turn:
+            self._parts.check_open()
+            _check_call(loss_fn, batch)
             self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
@@ -212,6 +219,7 @@ class Private(OneOwner):
             yield from self._accumulated(sums)
 
     def _accumulated(self, sums: BlockSums | None) -> Iterator[Step]:
+        self._parts.check_open()
         step = self._new_step()
         if sums is not None:
             step = Step(self._parts, index=self._index, sums=sums.clipped_sum)
@@ -231,6 +239,10 @@ class Private(OneOwner):
     def _finish(self, seen: Outcome | Pending) -> None:
         self._outcome = seen
         self._index += 1
+        # torch 2.6 to 2.13: a scheduler warns unless the `step` that it has wrapped was called.
+        for own in (self._parts.optimizer, self._optimizer):
+            if own is not None:
+                own._opt_called = True  # type: ignore[attr-defined]
         if self.average is not None:
             self.average.update()
         self._parts.ledger.settle()  # a device is at work on the step meanwhile
@@ -341,6 +353,8 @@ class Private(OneOwner):
         """
         try:
             self._load(state)
+        except NoshuffleError:
+            raise
         except (
             LookupError,
             TypeError,
@@ -363,7 +377,7 @@ class Private(OneOwner):
                 f"has {sorted(self._attached)}; attach the same ones"
             )
         original(self.model).load_state_dict(state["model"])
-        self._parts.optimizer.load_state_dict(state["optimizer"])
+        _load_optimizer(self._parts.optimizer, state["optimizer"])
         self._parts.release.load_state_dict(state)
         for name, item in self._attached.items():
             item.load_state_dict(state["attached"][name])
@@ -375,6 +389,7 @@ class Private(OneOwner):
 
     def save(self) -> Path:
         """Write a checkpoint and the statement into the run folder."""
+        self._parts.check_open()
         return self._parts.release.save(self.state_dict())
 
     def resume(self) -> int:
@@ -407,3 +422,29 @@ class Private(OneOwner):
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger, if there is a run folder."""
         self._parts.release.write_statement()
+
+
+def _check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:
+    """Raise unless there are a loss function and a batch."""
+    if isinstance(loss_fn, Tensor):
+        raise InvalidInput(
+            "loss_fn must be a function, got a tensor; private.step(loss_fn, x, y) computes the "
+            "loss itself (one that was computed: loss.backward(); private.optimizer.step())"
+        )
+    if not isinstance(loss_fn, ModelLoss):
+        callables(loss_fn=loss_fn)
+    if not batch:
+        raise InvalidInput(
+            "private.step needs a batch beside the loss: private.step(loss_fn, x, y)"
+        )
+
+
+def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load its state; torch itself takes that of any other optimizer, and fails when it steps."""
+    optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        if missing := [name for name in optimizer.defaults if name not in group]:
+            raise InvalidInput(
+                f"this state was saved with another optimizer: {type(optimizer).__name__} needs "
+                f"{missing[0]}, which it does not have; build the run with the one that it had"
+            )

@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.looks import Listeners, Look
 from noshuffle.clipping.objective import Criterion
+from noshuffle.errors import InvalidInput
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
 
@@ -63,6 +64,14 @@ class Parts:
         self.threshold, self.secret = self.release.threshold, self.release.secret
         if isinstance(listeners := getattr(self.engine, "listeners", None), Listeners):
             listeners.add(self.heard)
+
+    def check_open(self) -> None:
+        """Raise where the run was closed."""
+        if self.is_over:
+            raise InvalidInput(
+                "this run was closed; an unfinished one in a folder goes on after privatize(…, "
+                "run=…) and resume(), and without a folder a new run adds up with this one"
+            )
 
     def heard(self, model: nn.Module, look: Look) -> None:
         """Write down what a look at the model found.
