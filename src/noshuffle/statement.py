@@ -31,12 +31,20 @@ FALSE_ALARMS = 0.01
 _VOID = "NOT PRIVATE"
 
 
-def meaning(epsilon: float, delta: float, mu: float | None = None, *, unit: str = "example") -> str:
+def meaning(
+    epsilon: float,
+    delta: float,
+    mu: float | None = None,
+    *,
+    unit: str = "example",
+    found: float | None = None,
+) -> str:
     """What ε means, in two sentences for everybody.
 
     An attacker whose test accuses a share α of those who did not take part finds at most
     min(e^ε·α + δ, 1 − e^−ε·(1 − δ − α)) of those who did, and for one Gaussian mechanism at most
-    Φ(Φ⁻¹(α) + μ) (Dong, Roth, Su 2019).
+    Φ(Φ⁻¹(α) + μ) (Dong, Roth, Su 2019). `found`: a bound on that share from elsewhere, such as the
+    trade-off curve of a sampled plan.
 
     >>> meaning(1.0, 1e-5).rpartition(", ")[2]
     'finds at most 2.8 % of those who did.'
@@ -46,15 +54,18 @@ def meaning(epsilon: float, delta: float, mu: float | None = None, *, unit: str 
     if mu is not None:
         normal = NormalDist()
         bounds.append(normal.cdf(normal.inv_cdf(FALSE_ALARMS) + mu))
+    if found is not None:
+        bounds.append(found)
     shown = (
         f"{factor:.2g}" if factor < 10 else f"{factor:,.0f}" if factor < 1e6 else f"{factor:.1e}"
     )
-    found = min(100.0, math.ceil(1000 * min(bounds)) / 10)
+    share = math.ceil(1000 * min(bounds)) / 10
+    most = f"at most {share:g} %" if share < 100 else "possibly all"
     return (
         f"Whether one {unit} took part or not changes the odds of anything that is seen of this by "
         f"at most a factor of {shown} (up to δ = {delta:g}). Whoever guesses who took part, and "
-        f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds at most {found:g} % of "
-        "those who did."
+        f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds {most} of those "
+        "who did."
     )
 
 

@@ -135,7 +135,7 @@ def test_a_run_shows_its_norms_by_the_histogram_alone(tmp_path):
     assert any(line.startswith("norms ") for line in status_lines(now, width=40))
     page = write_report(tmp_path / "run").read_text()
     assert "Gradient norms before clipping" in page
-    assert "Privacy spent so far" not in page
+    assert "Privacy spent" not in page
     assert "<svg" in live_page(tmp_path / "run", every=1)
 
 

@@ -7,12 +7,13 @@ about a plan may be published; one about a run with canaries says nothing of rea
 from __future__ import annotations
 
 from collections.abc import Callable
-from html import escape
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from scipy.special import ndtr, ndtri
 
+from noshuffle.report.page_parts import cards as card_row
+from noshuffle.report.page_parts import pictures
 from noshuffle.report.plots import ACCENT, MUTED, WARM, Figure, as_svg
 
 if TYPE_CHECKING:
@@ -39,14 +40,7 @@ def section(record: dict[str, Any]) -> str:
                 "is the claim, a short one the most that this attacker can reach.",
             )
         )
-    shown = "".join(
-        f"<div class='card'><b>{escape(value)}</b><span>{escape(label)}</span></div>"
-        for value, label in cards
-    )
-    pictures = "".join(
-        f"<figure>{svg}<figcaption>{escape(text)}</figcaption></figure>" for svg, text in figures
-    )
-    return f"<div class='cards'>{shown}</div><div class='grid'>{pictures}</div>"
+    return card_row(cards) + pictures(figures)
 
 
 def _plan(part: Part) -> Told:
@@ -61,7 +55,7 @@ def _plan(part: Part) -> Told:
         (f"{len(refuted)} of {len(stops)}", "stopping points refuted"),
     ]
 
-    about = f"{part['mechanism']}; {part['participation']}."
+    about = f"The noise: {part['mechanism']}; {part['participation']}."
     return cards, [
         (
             _stopping_points(part, stops, refuted),
@@ -91,6 +85,10 @@ def _ratios(axes: Axes, stops: list[Part]) -> None:
     ratios = [stop["low"] / stop["stated"] for stop in kept]
     axes.plot([stop["steps"] for stop in kept], ratios, color=ACCENT)
     axes.set(xlabel="run stopped after … steps", ylabel="ε emitted / ε stated")
+    low, high = min(1.0, *ratios), max(1.0, *ratios)
+    margin = max(0.02, 0.1 * (high - low))  # roundings of 1e-7 are not worth a picture
+    axes.set_ylim(low - margin, high + margin)
+    axes.ticklabel_format(axis="y", useOffset=False)
 
 
 def _noise(part: Part) -> Told:

@@ -12,7 +12,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import closing, suppress
-from html import escape
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +19,7 @@ from noshuffle.federated.per_user import Spending, epsilon_of
 from noshuffle.release.files import write_bytes
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.report import plots
+from noshuffle.report.page_parts import document, pictures, table, warning
 from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
 from noshuffle.report.run import RunRecord
 
@@ -36,7 +36,7 @@ def lead(run: RunRecord) -> str:
     config = run.config
     return (
         f"{config.get('model', 'own model')} on {config.get('task', 'own users')}, "
-        f"{run.plan.steps} rounds of {config.get('clients_per_round', '?')} users, "
+        f"{run.progress('rounds')} of {config.get('clients_per_round', '?')} users, "
         f"{run.plan.strategy.words()}"
     )
 
@@ -69,11 +69,10 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
 
 
 def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
-    plan, stated = run.plan, _stated(run)
-    released = int(run.statement.get("released_steps", plan.steps))
+    plan, stated, released = run.plan, _stated(run), run.released
     is_adaptive = any("clip norm follows" in s for s in run.statement.get("assumptions", []))
-    # Otherwise one ε holds for everybody from the first round on: nothing to draw.
-    has_curve = math.isfinite(stated) and not is_adaptive
+    # Otherwise one ε holds for everybody from the first round on, or none: nothing to draw.
+    has_curve = math.isfinite(stated) and not is_adaptive and not run.not_private
     if has_curve:
         yield (
             plots.epsilon_curve(
@@ -128,7 +127,7 @@ def _stated(run: RunRecord) -> float:
     return math.inf if epsilon is None else float(epsilon)
 
 
-def write_operator_page(run: RunRecord, *, style: str) -> None:
+def write_operator_page(run: RunRecord) -> None:
     """operator.html beside the report, readable by the owner only; not without raw counts.
 
     None where cohorts were sampled either, though folders of before 0.2 have the counts: how many a
@@ -147,16 +146,15 @@ def write_operator_page(run: RunRecord, *, style: str) -> None:
         ("answers with NaN or infinity", f"{nonfinite:,}"),
         ("replies refused", f"{refused:,}"),
     )
-    table = "".join(f"<tr><td>{label}</td><td>{value}</td></tr>" for label, value in cells)
-    title = escape(f"noshuffle run {run.name}: for the operator")
-    page = (
-        "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
-        f"<title>{title}</title><style>{style}</style></head><body>"
-        f"<h1>{title}</h1><p class='warn'>Raw counts. They depend on the users in ways "
-        "that the stated ε does not cover: do not pass this page on.</p>"
-        f"<table>{table}</table><h2>Cohorts</h2>"
-        f"<figure>{cohorts(rows, planned=planned)}</figure>"
-        "</body></html>\n"
+    caption = "Users who were asked, and answers that came, a round."
+    page = document(
+        f"noshuffle run {run.name}: for the operator",
+        warning(
+            "Raw counts. They depend on the users in ways that the stated ε does not cover: do not "
+            "pass this page on."
+        )
+        + table(cells)
+        + f"<h2>Cohorts</h2>{pictures([(cohorts(rows, planned=planned), caption)])}",
     )
     write_bytes(run.path / "operator.html", page.encode(), mode=0o600)
 
@@ -218,8 +216,8 @@ def cohorts(axes: Axes, rows: Sequence[dict[str, Any]], *, planned: int) -> None
     """Users asked and answers that came, beside the planned number. Raw counts."""
     axes.figure.set(figwidth=9.0)
     axes.axhline(planned, color=MUTED, ls="--", label=f"planned: {planned}")
-    for name, colour in (("asked", ACCENT), ("answered", WARM)):
-        steps, counts = ([row[key] for row in rows] for key in ("step", name))
-        axes.plot(steps, counts, color=colour, lw=1.2, label=name)
+    rounds = [row["step"] + 1 for row in rows]  # from one on, as everywhere that is read
+    for name, colour, width in (("asked", ACCENT, 2.6), ("answered", WARM, 1.2)):
+        axes.plot(rounds, [row[name] for row in rows], color=colour, lw=width, label=name)
     axes.set(xlabel="round", ylabel="users", ylim=(0, None))
     axes.legend(frameon=False, loc="lower right")

@@ -35,7 +35,7 @@ def lead(run: RunRecord) -> str:
     rows = f"{config['rows']:,} rows" if isinstance(config.get("rows"), int) else "rows"
     return (
         f"{config.get('task', 'linear')} model of {config.get('target', 'the target')} from "
-        f"{config.get('file', 'a table')}, {rows} in their order, {run.plan.steps} steps, "
+        f"{config.get('file', 'a table')}, {rows} in their order, {run.progress()}, "
         f"{run.plan.strategy.words()}"
     )
 
@@ -49,12 +49,13 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
         text = f"{value:.4g} ± {width:.2g}"
         if run.config.get("score") == "accuracy":
             text = f"{100 * value:.1f} ± {100 * width:.1f} %"
-        found.append((text, f"progressive {run.config.get('score', 'score')}, with noise"))
+        name = run.config.get("score", "score")
+        found.append((text, f"progressive {name} ± two deviations of its noise"))
     weights = _model(run).get("coef")
     if weights is not None:
         table = np.atleast_2d(weights)
         used, columns = np.count_nonzero(table.any(axis=0)), table.shape[1]
-        found.append((f"{used} of {columns}", "columns" if used == columns else "columns used"))
+        found.append((f"{used} of {columns}", "columns with a weight that is not zero"))
     return found
 
 
@@ -74,7 +75,7 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
             f"The largest released weights, {scaled}; each carries noise. "
             "Zeros made by an l1 penalty are exact.",
         )
-    if run.plan.noise_multiplier:
+    if run.plan.noise_multiplier and not run.not_private:
         yield (
             _tradeoff(run.plan, run.config.get("rows")),
             "Privacy against accuracy, from the plan alone: the noise that the sum of all "

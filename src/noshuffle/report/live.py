@@ -65,7 +65,6 @@ def snapshot(path: Path) -> RunSnapshot:
     """What the folder shows now; a folder that is no run is refused."""
     run = read_run(path)
     step, speed, since = _pace(RunFolder(path), run)
-    said = run.statement.get("assumptions", [])
     scored = (row for row in run.evaluations if row.get("test_accuracy") is not None)
     return RunSnapshot(
         run=str(path),
@@ -75,7 +74,7 @@ def snapshot(path: Path) -> RunSnapshot:
         planned_epsilon=_finite(run.plan.epsilon()),
         delta=run.plan.delta,
         unit=run.plan.unit,
-        is_private=not any("not private" in sentence.lower() for sentence in said),
+        is_private=not run.not_private,
         steps_per_second=speed,
         seconds_since_step=since,
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
@@ -160,16 +159,18 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
 
 def live_page(path: Path, *, every: float) -> str:
     """The same as a page that loads itself again, with the pictures of the report."""
-    from noshuffle.report.html import document
+    from noshuffle.report.page_parts import document, pictures
     from noshuffle.report.plots import epsilon_curve, learning_curve, norm_bars
 
     now, run = snapshot(path), read_run(path)
     lines = "".join(f"<p>{escape(line)}</p>" for line in status_lines(now, width=28)[1:])
-    pictures = [learning_curve(run.evaluations)] if now.accuracy else []
+    drawn = []
+    if now.accuracy:
+        drawn.append((learning_curve(run.evaluations), "Accuracy on held-out data."))
     if now.norm_histogram is not None:
-        pictures.append(norm_bars(now.norm_histogram))
+        caption = "Gradient norms before clipping, counted with noise that is part of ε."
+        drawn.append((norm_bars(now.norm_histogram), caption))
     if now.step and now.is_private and now.planned_epsilon is not None and not run.has_counts:
-        pictures.append(epsilon_curve(run.plan, last=now.step))
-    drawn = "".join(f"<figure>{svg}</figure>" for svg in pictures)
+        drawn.append((epsilon_curve(run.plan, last=now.step), "Privacy spent so far."))
     again = "" if now.is_done else f"<meta http-equiv='refresh' content='{max(1, round(every))}'>"
-    return document(f"noshuffle run {run.name}", f"{lines}<div class='grid'>{drawn}</div>", again)
+    return document(f"noshuffle run {run.name}", f"{lines}{pictures(drawn)}", again)

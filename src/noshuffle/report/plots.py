@@ -30,7 +30,7 @@ from noshuffle.strategies.fit import fit
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MUTED, ACCENT, WARM = "#9aa5b1", "#0b6e99", "#c8553d"
+MUTED, ACCENT, WARM = "#7b8794", "#0b6e99", "#c8553d"
 #: A picture and its caption.
 Figure = tuple[str, str]
 Given = ParamSpec("Given")
@@ -63,9 +63,10 @@ def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form:
 
     settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
     with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(6.4, 3.4), layout="constrained")
+        figure, axes = pyplot.subplots(figsize=(5.4, 3.1), layout="constrained")
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
+        axes.set_axisbelow(True)  # else the grid lies over bars
         draw(axes)
         figure.savefig(file, **form)
         pyplot.close(figure)
@@ -98,10 +99,10 @@ def epsilon_curve(
 
 
 @as_svg
-def tradeoff_curve(axes: Axes, plan: Plan, *, last: int) -> None:
-    """Errors of whoever tells from the first `last` steps whether one unit took part."""
+def tradeoff_curve(axes: Axes, least_misses: Callable[[Any], Any]) -> None:
+    """Errors of whoever tells whether one unit took part: least misses over false alarms."""
     alphas = np.linspace(0.0, 1.0, 101)
-    axes.plot(alphas, plan.tradeoff(alphas, steps=last), color=WARM, label="at least")
+    axes.plot(alphas, least_misses(alphas), color=WARM, label="at least")
     axes.plot(alphas, 1 - alphas, color=MUTED, lw=1, ls=":", label="guessing")
     axes.set(xlabel="false alarms (type I)", ylabel="misses (type II)", xlim=(0, 1), ylim=(0, 1))
     axes.legend(frameon=False)
@@ -151,7 +152,7 @@ def label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]]) -> 
     wanted = sorted((float(place.transform((x, y))[1]), text, c) for y, text, c in ends)
     last = -1.0
     for height, text, colour in wanted:
-        last = max(height, last + 0.055)
+        last = max(height, last + 0.065)
         axes.annotate(
             text, (1.01, last), xycoords="axes fraction", color=colour, va="center", fontsize=9
         )
@@ -198,5 +199,6 @@ def _noise_curve(axes: Axes, series: Sequence[tuple[str, Any]], *, step: str) ->
     for (label, curve), colour in zip(series, (ACCENT, WARM, MUTED)):
         picks = spread(len(curve), most=400)
         axes.plot(picks, curve[np.array(picks) - 1], color=colour, label=label, lw=1.4)
-    axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, None))
-    axes.legend(frameon=False)
+    top = 1.15 * max(float(curve.max()) for _, curve in series)  # room for the legend
+    axes.set(xlabel=step, ylabel="noise std / clip norm", ylim=(0, top))
+    axes.legend(frameon=False, loc="upper left")

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import sqlite3
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from noshuffle.accounting.tradeoff import gaussian_tradeoff
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import InvalidInput
+from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
@@ -29,6 +35,50 @@ class RunRecord:
     summary: dict[str, Any]
     #: What `noshuffle audit --save` left in the folder; empty where nobody asked.
     audit: dict[str, Any] = field(default_factory=dict)
+    #: Steps in the ledger; None where it is not there, or being written.
+    ledger_steps: int | None = None
+
+    @property
+    def not_private(self) -> tuple[str, ...]:
+        """Why no ε holds, where the statement says so."""
+        said = self.statement.get("assumptions", ())
+        return tuple(sentence for sentence in said if "not private" in sentence.lower())
+
+    @property
+    def released(self) -> int:
+        """Steps that the statement covers; folders of before 0.2 have the whole run."""
+        return int(self.statement.get("released_steps", self.plan.steps))
+
+    @property
+    def charged(self) -> int:
+        """Steps that the stated ε pays for: with counts of norms the whole plan from step 1 on."""
+        has_end = self.plan.steps != OPEN
+        return self.plan.steps if self.has_counts and has_end else self.released
+
+    def least_misses(self, alphas: Any) -> Any:
+        """Type II errors, at type I errors `alphas`, that no test of the released values is below.
+
+        By the μ of the statement, which counts what a fork takes over; else by the plan.
+        """
+        mu = self.statement.get("mu")
+        if mu is not None:
+            return gaussian_tradeoff(alphas, mu=mu)
+        return self.plan.tradeoff(alphas, steps=max(1, self.charged))
+
+    def progress(self, of: str = "steps") -> str:
+        """How many there were: "220 steps", or "99 of 220 steps" of a run that is not done."""
+        if self.plan.steps == OPEN or self.released == self.plan.steps:
+            return f"{self.released} {of}"
+        return f"{self.released} of {self.plan.steps} {of}"
+
+    def behind_ledger(self) -> Iterator[str]:
+        """What to say where the ledger has steps that the statement does not cover yet."""
+        if self.ledger_steps is not None and self.ledger_steps > self.released:
+            yield (
+                f"The ledger has {self.ledger_steps} steps, the statement covers {self.released}: "
+                "the run goes on, or was cut off between two checkpoints. ε and the figures here "
+                "are those of the statement; resume the run to bring them up to date."
+            )
 
     @property
     def has_counts(self) -> bool:
@@ -88,7 +138,17 @@ def read_run(path: Path) -> RunRecord:
         evaluations=tuple(row for (kind, _), row in rows.items() if kind == "evaluation"),
         summary=next((row for (kind, _), row in reversed(rows.items()) if kind == "summary"), {}),
         audit=_object(path / "audit.json"),
+        ledger_steps=_ledger_steps(folder),
     )
+
+
+def _ledger_steps(folder: RunFolder) -> int | None:
+    try:
+        with closing(Evidence(folder.ledger_file)) as ledger:
+            (last,) = ledger.db.execute("SELECT MAX(step) FROM steps").fetchone()
+    except (OSError, sqlite3.Error):
+        return None
+    return None if last is None else int(last) + 1
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -25,7 +25,7 @@ def lead(run: RunRecord) -> str:
     columns = ", ".join(run.config.get("summed", []))
     return (
         f"running totals of {columns or 'a table'} from {run.config.get('file', 'a stream')}, "
-        f"{run.config.get('batch', '?')} rows a step, {run.plan.steps} steps, "
+        f"{run.config.get('batch', '?')} rows a step, {run.progress()}, "
         f"{run.plan.strategy.words()}"
     )
 
@@ -35,7 +35,10 @@ def cards(run: RunRecord) -> list[tuple[str, str]]:
         return []
     last = run.evaluations[-1]
     return [
-        (f"{total:,.6g} ± {2 * last['deviation']:,.3g}", f"{name}, private total")
+        (
+            f"{total:,.6g} ± {2 * last['deviation']:,.3g}",
+            f"{name}, private total ± two deviations of its noise",
+        )
         for name, total in list(zip(run.config.get("summed", []), last["totals"]))[:_MOST]
     ]
 

@@ -19,7 +19,7 @@ from noshuffle.strategies.base import ToeplitzStrategy
 def lead(run: RunRecord) -> str:
     data = run.config.get("data", "own data")
     model = run.config.get("model", "own model")
-    return f"{model} on {data}, {_steps(run)} steps, {run.plan.strategy.words()}"
+    return f"{model} on {data}, {run.progress()}, {run.plan.strategy.words()}"
 
 
 def _steps(run: RunRecord) -> int:
@@ -36,12 +36,8 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     if any(row.get("test_accuracy") is not None for row in run.evaluations):
         caption = "Accuracy on held-out data, computed from the released model."
         yield plots.learning_curve(run.evaluations), caption
-    last = _steps(run)
-    if not run.has_counts:  # else all of it from the first step on
-        yield plots.epsilon_curve(run.plan, last=last), "Privacy spent so far."
-    if run.plan.noise_multiplier:
-        caption = "Errors of any test whether one unit took part in the whole run: never below."
-        yield plots.tradeoff_curve(run.plan, last=last), caption
+    if not run.not_private:
+        yield from _privacy(run)
     yield from _signal(run)
     if (norms := run.norm_histogram) is not None:
         yield (
@@ -63,6 +59,17 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
         "What the noise has added to the model's running sum: all mechanisms at this ε.",
         per=run.config.get("batch_size"),
     )
+
+
+def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
+    """What the statement covers, which of a run that was cut off is less than was planned."""
+    last, stated = max(1, run.released), run.statement.get("epsilon")
+    # Counts spend all of it at the first step; of a fork, the plan has its own part alone.
+    if not run.has_counts and (stated is None or stated <= 1.001 * run.plan.epsilon_after(last)):
+        yield plots.epsilon_curve(run.plan, last=last), f"Privacy spent over {run.progress()}."
+    if run.plan.noise_multiplier:
+        caption = "Errors of any test whether one unit took part: never below the line."
+        yield plots.tradeoff_curve(run.least_misses), caption
 
 
 def _row_norms(strategy: Strategy, n: int) -> Any:

@@ -1,0 +1,115 @@
+"""What a page says is what its statement says: cut-off runs, runs not private, pictures."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from matplotlib import pyplot
+
+from noshuffle.cli import main
+from noshuffle.plan import Plan
+from noshuffle.report import page, plots, read_run
+from noshuffle.report.audit import section
+from noshuffle.report.run import RunRecord
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
+    path = tmp_path_factory.mktemp("page") / "run"
+    line = f"train --epochs 2 --batch-size 240 --model linear --mechanism tree --out {path}"
+    assert main(line.split()) == 0
+    return read_run(path)
+
+
+def cut_off(run: RunRecord, *, released: int, in_ledger: int) -> RunRecord:
+    """The record of the same run, had it been killed."""
+    said = run.plan.statement(steps=released).to_dict()
+    return replace(
+        run, statement={**said, "released_steps": released}, summary={}, ledger_steps=in_ledger
+    )
+
+
+def test_a_run_that_was_cut_off_shows_what_it_has_spent(
+    run: RunRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    drawn: list[int] = []
+    curve = plots.epsilon_curve
+    monkeypatch.setattr(
+        plots, "epsilon_curve", lambda plan, *, last: drawn.append(last) or curve(plan, last=last)
+    )
+    text = page(cut_off(run, released=3, in_ledger=5))
+    assert drawn == [3]
+    assert f"3 of {run.plan.steps} steps" in text
+    assert "The ledger has 5 steps, the statement covers 3" in text
+    whole = page(run)
+    assert drawn == [3, run.plan.steps]
+    assert "The ledger has" not in whole
+    assert f"{run.plan.steps} of" not in whole
+
+
+def test_misses_follow_from_the_statement_not_from_the_whole_plan(run: RunRecord) -> None:
+    part = cut_off(run, released=3, in_ledger=3)
+    alphas = [0.01, 0.1, 0.5]
+    assert part.least_misses(alphas).tolist() == run.plan.tradeoff(alphas, steps=3).tolist()
+    assert (part.least_misses(alphas) > run.least_misses(alphas)).all()
+    both = replace(run, statement={**run.statement, "mu": 9.0})  # a fork: parents are in its μ
+    assert (both.least_misses(alphas) < run.least_misses(alphas)).all()
+
+
+def test_a_page_of_a_run_that_is_not_private_promises_nothing(run: RunRecord) -> None:
+    said = {**run.statement, "assumptions": ["NOT PRIVATE: examples mixed.", "Another."]}
+    text = page(replace(run, statement=said))
+    assert "none of this holds" in text
+    for promise in (
+        "The guarantee",
+        "It holds provided",
+        "Privacy spent",
+        "never below",
+        "at most",
+    ):
+        assert promise in page(run), promise
+        assert promise not in text, promise
+
+
+def test_a_page_asks_nobody_and_its_pictures_have_names(run: RunRecord) -> None:
+    text = page(run)
+    assert not re.findall(r"(?:src|href|url)\s*[=(]\s*['\"]?(?:https?:)?//", text)
+    assert "<script" not in text
+    assert "nan" not in re.sub(r"<[^>]*>", " ", text).lower().split()
+    pictures = re.findall(r"<figure><svg ([^>]*)>", text)
+    assert len(pictures) > 3
+    assert all('role="img"' in one and "aria-label=" in one for one in pictures)
+    assert "<td>constraint</td><td>none</td>" in text
+
+
+def test_an_audit_picture_has_no_offset_on_its_axis(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ratio of 1 − 1e-7 is one."""
+    stops = [{"steps": n, "stated": 1.0, "low": 1 - 1e-7 * n, "answer": "HOLDS"} for n in (1, 2, 3)]
+    part = {"kind": "plan", "answer": "HOLDS", "stops": stops, "mechanism": "m", "delta": 1e-5,
+            "participation": "p", "left_out": None}  # fmt: skip
+    seen = []
+    close = pyplot.close
+
+    def look(figure: object) -> None:
+        for axes in figure.axes:  # type: ignore[attr-defined]
+            seen.append(
+                (axes.get_ylabel(), axes.yaxis.get_offset_text().get_text(), axes.get_ylim())
+            )
+        close(figure)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pyplot, "close", look)
+    section({"answer": "HOLDS", "parts": [part]})
+    ((_, offset, (low, high)),) = [one for one in seen if "emitted" in one[0]]
+    assert not offset
+    assert low < 0.99
+    assert high > 1.01
+
+
+def test_plans_without_an_end_have_no_of(run: RunRecord) -> None:
+    assert run.progress("rounds") == f"{run.plan.steps} rounds"
+    assert isinstance(run.plan, Plan)
+    assert json.loads(Path(run.path, "statement.json").read_text())["epsilon"] > 0
