@@ -45,6 +45,7 @@ tutorial-%: $(DEV)
 site: $(DEV) $(DOCS)
 	$(NOTEBOOKS)
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build
+	@echo "open site/index.html; for the search: $(BIN)/python -m http.server -d site"
 
 slow: $(DEV)
 	$(BIN)/python -m pytest -m slow

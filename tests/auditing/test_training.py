@@ -13,8 +13,9 @@ import torch
 import noshuffle.strategies as st
 from noshuffle.auditing.answers import HOLDS, REFUTED
 from noshuffle.auditing.canaries import Canaries, estimate
-from noshuffle.auditing.membership import attack
+from noshuffle.auditing.membership import Attack, attack
 from noshuffle.auditing.one_run import best_guesses, epsilon_bound, mu_bound
+from noshuffle.auditing.run_folder import audit_run
 from noshuffle.auditing.training_run import audit_training
 from noshuffle.cli import main
 from noshuffle.datasets import load
@@ -165,3 +166,22 @@ def test_a_run_folder_is_audited_and_its_report_shows_it(
     statement.write_text(json.dumps({**record, "epsilon": 0.9 * record["epsilon"]}))
     assert main(["audit", run]) == 1
     assert "REFUTED" in capsys.readouterr().out
+
+
+def test_too_few_canaries_are_refused_before_anything_is_trained() -> None:
+    plan = Plan.fit(SinglePass(24), mechanism=st.identity(), epsilon=8.0)
+    trained: list[int] = []
+    with pytest.raises(InvalidInput, match="canaries must be a whole number from 470"):
+        audit_training(
+            plan, torch.nn.Linear(5, 2), X, Y, canaries=300, progress=lambda n: trained.append(n)
+        )
+    assert not trained
+
+
+def test_rows_behind_the_last_whole_batch_are_no_members(tmp_path: Path) -> None:
+    """Of 1,437 digits 5 batches of 240 are seen a pass, in each of two passes the same."""
+    run = tmp_path / "run"
+    line = f"train --epochs 2 --batch-size 240 --model linear --mechanism identity --out {run}"
+    assert main(line.split()) == 0
+    (losses,) = (found for found in audit_run(run) if isinstance(found, Attack))
+    assert (losses.members, losses.others) == (1200, 360)

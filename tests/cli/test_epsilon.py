@@ -234,6 +234,14 @@ def test_a_narrow_table_cuts_no_number(
             main(["plan", "--epochs", "9", "--steps-per-epoch", "80", "--mechanism", "tree"]) == 0
         )
         assert "…" not in capsys.readouterr().out
+    for width in ("60", "80"):  # a longer name, and larger numbers
+        monkeypatch.setenv("COLUMNS", width)
+        assert (
+            main(["plan", "--epochs", "20", "--steps-per-epoch", "240", "--max-buffers", "0"]) == 0
+        )
+        said = capsys.readouterr().out
+        assert "identity, sampled" in said
+        assert "…" not in said
 
 
 def test_sentences_are_cut_between_words_on_a_narrow_terminal(

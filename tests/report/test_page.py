@@ -113,3 +113,27 @@ def test_plans_without_an_end_have_no_of(run: RunRecord) -> None:
     assert run.progress("rounds") == f"{run.plan.steps} rounds"
     assert isinstance(run.plan, Plan)
     assert json.loads(Path(run.path, "statement.json").read_text())["epsilon"] > 0
+
+
+def test_ticks_of_a_plan_are_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    close = pyplot.close
+
+    def look(figure: object) -> None:
+        for axes in figure.axes:  # type: ignore[attr-defined]
+            for axis in (axes.xaxis, axes.yaxis):
+                ticks = [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
+                said.extend(tick.get_text() for tick in ticks)
+        close(figure)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(pyplot, "close", look)
+    line = f"plan --steps 32 --target-epsilon 1 --mechanism tree --plot {tmp_path / 'plan.svg'}"
+    assert main(line.split()) == 0
+    assert any(text.startswith("0.") for text in said)
+    assert not [text for text in said if "e" in text]
+
+
+def test_names_of_lines_stay_near_their_lines() -> None:
+    assert plots.apart([0.1, 0.5, 0.9], gap=0.1) == [0.1, 0.5, 0.9]
+    moved = plots.apart([0.0, 0.01, 0.02, 0.5], gap=0.1)
+    assert moved == pytest.approx([-0.09, 0.01, 0.11, 0.5])

@@ -52,7 +52,10 @@ def _losses(plan: Plan, path: Path, config: dict[str, object], released: int) ->
     model = build(str(config["model"]), data.shape, data.classes)
     model.load_state_dict(checkpoint.load(path)["model"])
     batch = config.get("batch_size")
-    seen = released * batch if isinstance(batch, int) else len(data)
+    # A pass ends with its last whole batch: rows behind it were never seen.
+    steps = min(released, getattr(plan.participation, "steps_per_epoch", released))
+    is_cut = isinstance(batch, int) and not plan.participation.is_sampled
+    seen = steps * batch if is_cut else len(data)
     members = data.x_train[:seen]
     x = torch.cat([members, data.x_test])
     y = torch.cat([data.y_train[:seen], data.y_test])

@@ -12,6 +12,7 @@ allows.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -30,6 +31,7 @@ from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.membership import attack
 from noshuffle.auditing.one_run import Guesses, best_guesses
 from noshuffle.clipping.check import evaluated
+from noshuffle.errors import whole
 from noshuffle.plan import Plan
 from noshuffle.training import privatize
 
@@ -77,6 +79,8 @@ def audit_training(
     progress: Callable[[int], None] | None = None,
 ) -> list[Finding]:
     """Train `model` on half of the rows of (x, y) with canaries among them; what attackers find."""
+    half = 4 * plan.steps + 40  # what `compare` needs of those that stay out, six deviations apart
+    whole(at_least=math.ceil(2 * half + 12 * math.sqrt(2 * half)), canaries=canaries)
     planted = Canaries.of(plan, count=canaries, examples=examples)
     is_member = np.random.default_rng().random(len(x)) < 0.5
     people = np.flatnonzero(is_member)

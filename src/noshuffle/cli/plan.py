@@ -156,22 +156,31 @@ def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
         "buffers": lambda row: str(row.buffers),
         "fit, s": lambda row: f"{row.seconds:.2f}",
     }
-    # A column less is better than numbers cut short.
-    spared = {"fit, s": 90, "sensitivity": 80, "max": 59, "noise": 51, "ε": 44}
-    kept = [heading for heading in cells if console.width >= spared.get(heading, 0)]
-    box = SIMPLE if console.width < 90 else HEAVY_HEAD
-    table = Table(title=words[0].upper() + words[1:], title_justify="left", box=box)
-    table.add_column("mechanism", no_wrap=True)
-    for heading in kept:
-        table.add_column(heading, justify="right", no_wrap=True)
-    lines = [(row.rms, row.name, [cells[heading](row) for heading in kept]) for row in rows]
-    for row in beside:
-        known = {"rms": f"{row.rms:.3f}", "noise": f"{row.plan.noise_multiplier:.3f}",
-                 "ε": f"{row.plan.epsilon():.3f}", "buffers": "0"}  # fmt: skip
-        lines.append((row.rms, "identity, sampled", [known.get(heading, "–") for heading in kept]))
-    for _, name, shown in sorted(lines, key=lambda line: line[0]):
-        table.add_row(name, *shown)
-    console.print(table)
+    kept = [*cells]
+
+    def drawn() -> Table:
+        box = SIMPLE if console.width < 90 else HEAVY_HEAD
+        table = Table(title=words[0].upper() + words[1:], title_justify="left", box=box)
+        table.add_column("mechanism", no_wrap=True)
+        for heading in kept:
+            table.add_column(heading, justify="right", no_wrap=True)
+        lines = [(row.rms, row.name, [cells[heading](row) for heading in kept]) for row in rows]
+        for row in beside:
+            known = {"rms": f"{row.rms:.3f}", "noise": f"{row.plan.noise_multiplier:.3f}",
+                     "ε": f"{row.plan.epsilon():.3f}", "buffers": "0"}  # fmt: skip
+            shown = [known.get(heading, "–") for heading in kept]
+            lines.append((row.rms, "identity, sampled", shown))
+        for _, name, shown in sorted(lines, key=lambda line: line[0]):
+            table.add_row(name, *shown)
+        return table
+
+    # A column less is better than numbers, or words above them, cut short.
+    endless = console.options.update(max_width=1000)
+    for spared in ("fit, s", "sensitivity", "max", "noise", "ε"):
+        if console.measure(drawn(), options=endless).maximum <= console.width:
+            break
+        kept.remove(spared)
+    console.print(drawn())
     console.print(
         "noise: its multiplier. rms, max: standard deviation of the noise in the running sum of "
         "gradients over the steps, in units of the clip norm, at the ε shown. identity is DP-SGD. "

@@ -157,11 +157,16 @@ def _computation(axis: Any, results: Results, head: str) -> None:
             axis.loglog(across, up, dashes[one["target"]], color=colour, lw=1)
     for word in words:
         axis.plot([], [], dashes[word], color="0.3", label=word)
+    trained = set()
     for key, found in results.items():
         if key.startswith(f"{head}/cohort/") and found and found["epsilon"]:
             colour = PAINT[key.split("/")[2]]
             full = colour if found["accuracy"] >= found["wanted"] else "white"
             axis.plot(found["clients"], found["epsilon"], "o", color=colour, mfc=full, ms=5)
+            trained.add(full != "white")
+    for is_met in sorted(trained, reverse=True):
+        words_of = "trained, accuracy met" if is_met else "trained, not met"
+        axis.plot([], [], "o", color="0.3", mfc="0.3" if is_met else "white", ms=5, label=words_of)
     axis.set(xlabel="clients a round", ylabel="ε of a user", title="2c: at equal accuracy")
     if words:
         plain_ticks(axis, sorted({p["clients"] for line in lines for p in line["points"]}))

@@ -62,7 +62,10 @@ def _plan(part: Part) -> Told:
             "ε of every stopping point: as stated, and from the covariance of the rows that the "
             f"noise stream emits. {about}",
         ),
-        (_ratios(stops), "Above one the statement is false; below one noise is wasted."),
+        (
+            _ratios(stops),
+            "Above one, beyond rounding, the statement is false; below one noise is wasted.",
+        ),
     ]
 
 
@@ -106,10 +109,11 @@ def _canaries(part: Part) -> Told:
 
 
 def _membership(part: Part) -> Told:
+    most = ", and the most that any attack could under the claim"
     caption = (
         f"Loss-threshold attack on the final model ({part['members']:,} members, "
-        f"{part['others']:,} others): the share of members that it finds, and the most that any "
-        "attack could under the claim."
+        f"{part['others']:,} others): the share of members that it finds"
+        f"{'' if part['claimed_mu'] is None else most}."
     )
     return [(f"{part['area']:.3f}", "area under the attack's curve")], [(_roc(part), caption)]
 
@@ -140,7 +144,7 @@ def _bars(axes: Axes, bars: list[tuple[str, float]]) -> None:
 @as_svg
 def _roc(axes: Axes, part: Part) -> None:
     x, y = zip(*part["curve"])
-    axes.plot([0, 1], [0, 1], color=MUTED, lw=1)
+    axes.plot([0, 1], [0, 1], color=MUTED, lw=1, ls=":", label="guessing")
     axes.plot(x, y, color=ACCENT, label="attack")
     if part["claimed_mu"] is not None:
         rates = np.linspace(1e-4, 1 - 1e-4, 200)

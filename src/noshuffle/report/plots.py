@@ -148,14 +148,32 @@ def label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]]) -> 
 
     Heights are on the axes' own scale; the least distance is a share of it.
     """
+    axes.get_ylim()  # limits that nobody set are computed when they are asked for
     place = axes.transData + axes.transAxes.inverted()
     wanted = sorted((float(place.transform((x, y))[1]), text, c) for y, text, c in ends)
-    last = -1.0
-    for height, text, colour in wanted:
-        last = max(height, last + 0.065)
+    moved = apart([height for height, *_ in wanted], gap=0.065)
+    for at, (_, text, colour) in zip(moved, wanted):
         axes.annotate(
-            text, (1.01, last), xycoords="axes fraction", color=colour, va="center", fontsize=9
+            text, (1.01, at), xycoords="axes fraction", color=colour, va="center", fontsize=9
         )
+
+
+def apart(heights: Sequence[float], *, gap: float) -> list[float]:
+    """The nearest heights to these (ascending) that keep a distance: least squares.
+
+    Less their index × gap they must not fall: pool adjacent violators, which take their mean.
+
+    >>> apart([0.5, 0.5, 2.0], gap=0.1)
+    [0.45, 0.55, 2.0]
+    """
+    pools: list[list[float]] = []
+    for i, height in enumerate(heights):
+        pools.append([height - i * gap])
+        while len(pools) > 1 and np.mean(pools[-2]) > np.mean(pools[-1]):
+            last = pools.pop()
+            pools[-1] += last
+    level = [float(np.mean(pool)) for pool in pools for _ in pool]
+    return [round(height + i * gap, 9) for i, height in enumerate(level)]
 
 
 def noise_figure(

@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.participation import Epochs, Participation, Poisson, SinglePass
@@ -71,6 +71,17 @@ def _passes(steps: int, steps_per_epoch: int) -> Participation:
     return Epochs(math.ceil(steps / steps_per_epoch), steps_per_epoch)
 
 
+def _ticks_written_out() -> Any:
+    """Labels of a logarithmic axis as numbers: 0.6 and not 6e-01, 20 and not 2·10¹."""
+    from matplotlib.ticker import LogFormatter
+
+    class WrittenOut(LogFormatter):
+        def __call__(self, x: float, pos: int | None = None) -> str:
+            return f"{x:g}" if super().__call__(x, pos) else ""
+
+    return WrittenOut(labelOnlyBase=False, minor_thresholds=(1, 0.4))
+
+
 def draw_plan(
     path: Path, rows: Sequence[MechanismRow], *, population: int | None, batch_size: int | None
 ) -> None:
@@ -78,7 +89,7 @@ def draw_plan(
     import matplotlib
 
     matplotlib.use("Agg")
-    from matplotlib import pyplot, ticker
+    from matplotlib import pyplot
 
     figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4))
     figure.subplots_adjust(left=0.07, right=0.9, wspace=0.42, top=0.9, bottom=0.13)
@@ -119,12 +130,12 @@ def draw_plan(
         ylabel=f"ε (δ = {best.delta:g})",
         xscale="log",
         yscale="log",
-        title="ε over batch size at constant signal-to-noise",
+        title=f"ε over batch size at the signal-to-noise of {rows[0].name}",
     )
     label_ends(right, last, ends)
-    for axis in (left.yaxis, right.xaxis, right.yaxis):  # 0.5 and 20, not powers
-        for set_form in (axis.set_major_formatter, axis.set_minor_formatter):
-            set_form(ticker.LogFormatter(labelOnlyBase=False, minor_thresholds=(1, 0.4)))
+    for axis in (left.yaxis, right.xaxis, right.yaxis):
+        axis.set_major_formatter(_ticks_written_out())
+        axis.set_minor_formatter(_ticks_written_out())
     for axes in (left, right):
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
