@@ -39,7 +39,7 @@ from noshuffle.clipping.products import roundoff
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import finite_rows, lengths, of_rounded, usual
+from noshuffle.clipping.trial_rows import filled, finite_rows, lengths, of_rounded, usual
 
 #: So many examples of a batch keep their place while the others are exchanged.
 FEW_ROWS = 6
@@ -108,12 +108,12 @@ def apart_in(
             with as_written(model), rewritten(model, GradientTape(2, is_on=False)), asks:
                 is_asked, good = _apart(run, rows), usual(rows)
                 if params and (not is_asked or len(good) < batch_size(rows)):
-                    rows = _filled(rows, good)  # beside huge gradients all others are as nothing
+                    rows = filled(rows, good)  # beside huge gradients all others are as nothing
                     if not _apart(run, rows):
                         good = finite_gradients(run, rows, params)
                         if not len(good):
                             raise NotNow("no gradient of an example is finite")
-                        _apart(run, _filled(rows, good))
+                        _apart(run, filled(rows, good))
             return
         except torch.OutOfMemoryError:
             rows = take(rows, slice(batch_size(rows) // 2))
@@ -146,11 +146,6 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
         if other == others[0]:
             is_asked = same_beside(run, rows, kept, grads, there, low=low) and is_asked
     return is_asked
-
-
-def _filled(rows: Batch, part: Tensor) -> Batch:
-    """As many rows, all of them from a part."""
-    return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
 
 
 def _by_number(
@@ -239,14 +234,18 @@ def _stays(
     return _same(own, run(rows)[kept], low=low) and not _same(own, there, low=low, room=4.0 * room)
 
 
-def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor) -> bool:
-    """Whether two examples, drawn from all, have the `losses` alone that they had in the batch.
+def two_of(batch: Batch) -> Tensor:
+    """Two examples of a batch, drawn from all."""
+    size = batch_size(batch)
+    first = secrets.randbelow(size)
+    return torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size])
+
+
+def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor, picks: Tensor) -> bool:
+    """Whether some examples have the `losses` among themselves that they had in the batch.
 
     A model that draws random numbers is not alike: the same example has other masks there.
     """
-    size = len(losses)
-    first = secrets.randbelow(size)
-    picks = torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size])
     tape = GradientTape(2, is_on=False)
     with as_written(model), rewritten(model, tape):
         alone = LookRuns(model, loss_fn, seed=new_seed())(take(batch, picks))

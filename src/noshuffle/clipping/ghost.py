@@ -61,10 +61,12 @@ from noshuffle.clipping.objective import (
 )
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
+from noshuffle.clipping.row_check import FormsFn, pair_in_place
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
+from noshuffle.clipping.trial_rows import first_rows, unlike_pair, usual
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
@@ -84,6 +86,12 @@ class _Known:
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
     looks: LaterLooks = field(default_factory=LaterLooks)
+
+    def forms_of(self, model: nn.Module, loss_fn: Loss) -> FormsFn:
+        """The forms of any rows by these rules."""
+        assert self.layers is not None
+        assert self.layout is not None
+        return _forms_of(model, loss_fn, self.layers, self.layout)
 
 
 @dataclass
@@ -209,7 +217,11 @@ class Ghost:
         looks = known.looks
         is_due = looks.calls >= looks.due or shape.size not in looks.sizes
         if is_due and shape.size > 1 and not is_capturing(device):
-            looks.look(model, loss_fn, batch, found.losses, engine=self._written_out)
+            norms = found.norms if units is None and weights is None else None
+            looks.look(
+                model, loss_fn, batch, found.losses, norms, forms_of=known.forms_of(model, loss_fn),
+                engine=self._written_out,
+            )  # fmt: skip
         return found
 
     def _tell(self, words: str) -> None:
@@ -281,8 +293,9 @@ class Ghost:
             return True  # it is written out anyway
         known.looks.calls = known.looks.full = calls
         try:
-            known.looks.look(model, loss_fn, batch, engine=self._written_out)
-        except Mixes as reason:
+            forms_of = known.forms_of(model, loss_fn)
+            known.looks.look(model, loss_fn, batch, forms_of=forms_of, engine=self._written_out)
+        except NotByLayer as reason:
             known.layers, known.reason = None, str(reason)
             self._written_out.say(f"whole model written out per example: {reason}")
         return known.layers is not None
@@ -338,10 +351,20 @@ def _tried(
         layout = find_layout(model, layers, probe(model, loss_fn, batch))
     layout = replace(layout, inner=shape_of(batch).inner)
 
-    def forms_of(rows: Batch) -> dict[str, list[GradientForm]]:
-        return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout)[0]
+    forms_of = _forms_of(model, loss_fn, layers, layout)
+    allowed = tried(model, loss_fn, batch, forms_of)
+    few = first_rows(batch)
+    pair_in_place(model, forms_of, unlike_pair(take(few, usual(few))))
+    return layout, allowed
 
-    return layout, tried(model, loss_fn, batch, forms_of)
+
+def _forms_of(model: nn.Module, loss_fn: Loss, layers: Layers, layout: ExampleAxes) -> FormsFn:
+    """The forms of any rows, or of the losses of some of them."""
+
+    def forms_of(rows: Batch, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
+        return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout, asked=asked)[0]
+
+    return forms_of
 
 
 def auto(

@@ -231,6 +231,7 @@ def ghost_forms(
     early: bool = False,
     route: Route | None = None,
     names: Mapping[int, str] | None = None,
+    asked: Tensor | None = None,
 ) -> tuple[dict[str, list[GradientForm]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
@@ -238,6 +239,7 @@ def ghost_forms(
     then has other work in its queue, and does not wait for many small operations at the end.
     `route`: what an earlier run found out about the graph. `names`: the name of every trainable
     parameter by its id, where it is known, by somebody who lets compiled parts run as written.
+    `asked`: the examples whose losses have their gradient taken, if not all (`row_check`).
     """
     size, _, _, inner = shape_of(batch)
     tape = GradientTape(size, route=route or Route())
@@ -258,4 +260,5 @@ def ghost_forms(
         if names is None:
             names = {id(p): name for name, p in trainable(model).items()}
         with no_autocast(losses.device):  # a checkpoint sets its own
-            return tape.forms(losses, names), losses.detach()
+            read = losses if asked is None else losses[asked.to(losses.device)]
+            return tape.forms(read, names), losses.detach()

@@ -1,10 +1,11 @@
 """Looks at a model after its trial, for one kind of batch: what is asked at which call.
 
-    full     at a call that was drawn: all of `batch_check`, with gradients, and whether the model
-             keeps anything of its data
-    new      a batch of another size than those before: losses of the whole batch
-    quick    two examples alone, on a CPU; of a model that draws random numbers the losses of the
-             whole batch, less often. Where two are not as they were, a full look follows
+    full     at a call that was drawn: all of `batch_check`, with gradients, whether the model
+             keeps anything of its data, and whether layers see rows in their places (`row_check`)
+    new      a batch of another size than those before: losses of the whole batch, and its rows
+    quick    two examples alone, on a CPU: their losses, and the norms of their gradients; of a
+             model that draws random numbers the losses of the whole batch, less often. Where two
+             are not as they were, a full look follows
 
 Whoever listens is told of each answer. State: calls, sizes that came, the call of the next look.
 """
@@ -17,12 +18,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping.batch_check import alike, still_apart
+from noshuffle.clipping.batch_check import alike, still_apart, two_of
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow
 from noshuffle.clipping.look_runs import new_seed
 from noshuffle.clipping.looks import Look, next_full, next_quick
 from noshuffle.clipping.objective import Batch, Loss, batch_size, take
 from noshuffle.clipping.per_example import PerExample
+from noshuffle.clipping.row_check import HALVES, FormsFn, batch_in_place, has_norms
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import Unsupported
 
@@ -50,23 +52,31 @@ class LaterLooks:
         loss_fn: Loss,
         batch: Batch,
         losses: Tensor | None = None,
+        norms: Tensor | None = None,
         *,
+        forms_of: FormsFn,
         engine: PerExample,
     ) -> None:
-        """Raise Mixes if examples of this batch do, whose `losses` were these, and Unsupported if
-        the model has begun to keep something of them; the listeners of `engine` are told."""
+        """Raise Mixes if examples of this batch do, whose `losses`, and `norms`, were these, and
+        Unsupported if the model has begun to keep something of them; the listeners of `engine` are
+        told."""
         size = batch_size(batch)
         is_new = size not in self.sizes and (len(self.sizes) < SIZES or size > max(self.sizes))
         is_full, is_apart, seed = self.calls >= self.full, False, new_seed()
         if not is_full and not is_new and losses is not None and not self.is_random:
+            picks = two_of(batch)
             with put_back_after(model, has_trained=False):
-                is_full = not alike(model, loss_fn, batch, losses)
-            self.is_random = is_full  # unless examples mix, which a full look will say
+                is_full = not alike(model, loss_fn, batch, losses, picks)
+                self.is_random = is_full  # unless examples mix, which a full look will say
+                if not is_full and norms is not None:
+                    is_full = not has_norms(model, forms_of, batch, norms, picks)
         try:
             if is_full or is_new or self.is_random:
                 is_first = self.calls == 1 or not is_full
                 how = {"has_gradients": is_full, "is_first": is_first}
                 still_apart(model, loss_fn, batch, **how, seed=seed)
+                halves = HALVES if is_full else 1
+                batch_in_place(model, forms_of, batch, seed=seed, halves=halves)
                 if self.calls > 1 and is_full:
                     engine.check_state(model, loss_fn, batch, in_batches=True, is_again=True)
                 engine.listeners.tell(model, Look(self.kind, size=size))

@@ -263,8 +263,9 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     """
     text = str(error)
     limits = ("vmap", "functorch", "BatchedTensor", "batching rule", "saved tensor hooks")
+    memory = ("mutate a captured Tensor", "doesn't have storage")  # the second of .numpy()
     types = ("expected scalar type", "the same dtype")
-    return any(word in text for word in (*limits, "mutate a captured Tensor", *types))
+    return any(word in text for word in (*limits, *memory, *types))
 
 
 def identity_of(loss_fn: Loss) -> Any:

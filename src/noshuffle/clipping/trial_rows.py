@@ -62,6 +62,11 @@ def usual(rows: Batch) -> Tensor:
     return (fine if bool(fine.any()) else ~fine).nonzero().flatten()
 
 
+def filled(rows: Batch, part: Tensor) -> Batch:
+    """As many rows, all of them from a part."""
+    return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
+
+
 def unlike_pair(batch: Batch) -> Batch:
     """The first example and one that differs from it in as many tensors as can be.
 

@@ -1,0 +1,122 @@
+"""Whether row b of every layer is example b: the gradient of some losses lies in their rows alone.
+
+    losses    a  .  .  d  .  f        of these the gradient is taken
+    rows      x  0  0  x  0  x        and what layer rules make of it, row by row
+
+A model that orders its examples by Python's `sorted` or by NumPy, or lays them out in the places of
+an expert by a running count, hands its layers rows of which only the data say whose they are. No
+loss shows that, and no gradient by autograd: what lies in the row of somebody else is clipped by
+the norm of somebody else. Nothing is compared from run to run, so that random numbers, and what a
+model changes by itself, do not matter. No state.
+
+>>> from noshuffle.clipping.forms import DenseGradient
+>>> def swapped(rows, asked):
+...     grads = torch.zeros(2, 3)
+...     grads[1 - asked] = 1.0
+...     return {"w": [DenseGradient(grads)]}
+>>> in_place(swapped, (torch.ones(2, 1),), torch.tensor([0]))
+Traceback (most recent call last):
+    ...
+noshuffle.clipping.layers.Mixes: a layer sees the rows of some examples in the place of others
+"""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+
+import torch
+from torch import Tensor, nn
+
+from noshuffle.clipping.forms import GradientForm, merge, squares
+from noshuffle.clipping.isolation_check import REFUSALS
+from noshuffle.clipping.layers import Mixes
+from noshuffle.clipping.look_runs import with_same_rng
+from noshuffle.clipping.objective import Batch, batch_size, take
+from noshuffle.clipping.products import exactly
+from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.clipping.trial_rows import EXTREMES, cut_short, extremes, filled, finite_rows, usual
+
+#: The forms of some rows, from the gradient of all losses or of those of the examples asked for.
+FormsFn = Callable[..., dict[str, list[GradientForm]]]
+#: Squared, the part of a gradient that may lie elsewhere, and what is added where squares vanish.
+SHARE, LEAST = 1e-6, 1e-16
+#: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
+HALVES = 3
+#: How far a norm may differ without a look at the whole batch.
+ROUGHLY = 0.25
+
+
+def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
+    """Raise Mixes if the gradient of the losses that are asked for lies in other rows, too.
+
+    What is not finite says nothing: 0·∞ is NaN in any row.
+    """
+    others = torch.ones(batch_size(rows), dtype=torch.bool)
+    others[asked] = False
+    inside = outside = 0.0
+    for forms in forms_of(rows, asked).values():
+        found = squares(merge(forms)).double().nan_to_num(0.0, 0.0, 0.0).cpu()
+        if len(found) != len(others):
+            continue  # more rows than examples, of which the trial says more
+        outside += float(found[others].sum())
+        inside += float(found[~others].sum())
+    if outside > SHARE * inside + LEAST:
+        raise Mixes("a layer sees the rows of some examples in the place of others")
+
+
+def _pairs(pair: Batch) -> Iterator[Batch]:
+    """Two rows, one of them extreme, one of them short; each in both orders."""
+    whole = next(iter(cut_short(pair)))[1]
+    for rows in (pair, *extremes(pair, EXTREMES[:1]), whole):
+        yield rows
+        yield take(rows, torch.tensor([1, 0]))
+
+
+def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
+    """Raise Mixes unless two rows are seen in their places, whichever comes first.
+
+    What orders rows by what they hold moves them in one of two orders.
+    """
+    for rows in _pairs(pair):
+        with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
+            in_place(forms_of, rows, torch.tensor([0]))
+
+
+def batch_in_place(
+    model: nn.Module, forms_of: FormsFn, batch: Batch, *, seed: int, halves: int = HALVES
+) -> None:
+    """Raise Mixes unless the rows of a whole batch are in their places; the model is as before.
+
+    A batch that does not fit the device a second time is halved until it does.
+    """
+    rows = finite_rows(batch, *range(batch_size(batch)))
+    rows = filled(rows, usual(rows))
+    done = 0
+    while done < halves and (size := batch_size(rows)) > 1:
+        picks = sorted(range(size), key=lambda _: secrets.randbits(62))[: size // 2]
+        device = next(model.parameters()).device
+        try:
+            with put_back_after(model), with_same_rng(model, seed), exactly(device):
+                in_place(forms_of, rows, torch.tensor(picks))
+            done += 1
+        except torch.OutOfMemoryError:
+            rows = take(rows, slice(size // 2))
+
+
+def has_norms(
+    model: nn.Module, forms_of: FormsFn, batch: Batch, norms: Tensor, picks: Tensor
+) -> bool:
+    """Whether some examples have the `norms` among themselves, roughly, that they had in the batch.
+
+    One that stood in the place of another had the norm of both, in part.
+    """
+    few = take(batch, picks)
+    with with_same_rng(model), exactly(norms.device):
+        found = forms_of(few).values()
+        alone = sum(squares(merge(forms)).double() for forms in found)
+    among = norms.double()[picks.to(norms.device)]
+    alone = torch.as_tensor(alone).sqrt().to(among)
+    fine = alone.isfinite() & among.isfinite()
+    return bool(((alone - among).abs() <= ROUGHLY * alone.clamp(min=1e-6))[fine].all())
