@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from torch.nn import functional as F
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, ghost
 from noshuffle.clipping import isolation_check as trial
 from noshuffle.clipping.forms import OuterGradient
 from noshuffle.clipping.layers import NotByLayer
@@ -468,6 +468,38 @@ def test_an_input_changed_in_place_after_its_layer():
     want = PerExample().clipped_sum(model, F.cross_entropy, (x.float(), y), clip=Flat(0.05))
     assert "changed in place" in engine.fallbacks[0]
     torch.testing.assert_close(got.values, want.values, rtol=0.02, atol=1e-5)
+
+
+@pytest.mark.parametrize("kind", [nn.Linear, partial(nn.Conv1d, kernel_size=1)])
+def test_a_gradient_changed_in_place_after_its_norm_was_taken(monkeypatch, kind):
+    """A GPU takes norms as gradients arrive: the sum then read what a hook had made of them."""
+
+    def times_thirty(g):
+        g.mul_(30.0)
+
+    class Hooked(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.head = kind(4, 4), nn.Linear(20 if kind is not nn.Linear else 4, 3)
+
+        def forward(self, x):
+            h = self.first(x)
+            if h.requires_grad:
+                h.register_hook(times_thirty)
+            return self.head(torch.tanh(h).flatten(1))
+
+    own = ghost.ghost_forms
+
+    def as_on_a_gpu(*given, **options):
+        return own(*given, **(options | ({"early": True} if "early" in options else {})))
+
+    monkeypatch.setattr(ghost, "ghost_forms", as_on_a_gpu)
+    model, engine = Hooked().double(), Ghost()
+    rows = batch(6, 4, 5) if kind is not nn.Linear else batch()
+    got = engine.clipped_sum(model, F.cross_entropy, rows, clip=Flat(0.05))
+    want = PerExample().clipped_sum(model, F.cross_entropy, rows, clip=Flat(0.05))
+    torch.testing.assert_close(got.values, want.values)
+    assert "changed in place by a hook" in engine.fallbacks[0]
 
 
 @pytest.mark.parametrize("kind", ["attention", "lstm"])

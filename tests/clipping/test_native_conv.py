@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from noshuffle.c_library import text_of
-from noshuffle.clipping import native_conv
+from noshuffle.clipping import Flat, Ghost, PerExample, native_conv
 from noshuffle.clipping.native_conv import Geometry, Gradients, has_room, is_fit
 from noshuffle.clipping.rules_conv import Convolution, convolution
 
@@ -269,3 +269,25 @@ def test_vectors_of_every_processor_give_the_gradients(without: tuple[str, ...])
     assert torch.allclose(own.squares(), each.double().square().sum((1, 2, 3, 4)), rtol=1e-5)
     assert torch.allclose(own.dense(), each, rtol=1e-4, atol=1e-4)
     assert torch.allclose(own.total(factors), torch.tensordot(factors, each, 1), atol=1e-4)
+
+
+def test_a_view_with_the_other_sign_keeps_it() -> None:
+    """Loops read memory, where a negative view (of a conjugate's imaginary part) has no sign."""
+
+    class Negative(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv, self.head = nn.Conv2d(4, 8, 3, padding=1), nn.Linear(8 * 64, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.head(torch.tanh(self.conv(torch._neg_view(x))).flatten(1))
+            return out
+
+    torch.manual_seed(0)
+    model, engine = Negative(), Ghost()
+    batch = torch.randn(300, 4, 8, 8), torch.randint(3, (300,))
+    want = PerExample().clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=Flat(0.5)).values
+    got = engine.clipped_sum(model, nn.CrossEntropyLoss(), batch, clip=Flat(0.5)).values
+    assert not engine.fallbacks
+    for name, value in want.items():
+        assert torch.allclose(got[name], value, atol=1e-3), name

@@ -63,6 +63,7 @@ class _Recorder:
         self.tape, self.layers, self.layout = tape, layers, layout
         self.is_alike, self.early, self.is_cast = is_alike, early, False
         self.calls = dict.fromkeys(layers.watched, 0)
+        self.read: list[tuple[str, Tensor, int]] = []  # what norms were taken of, as it was then
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
@@ -113,6 +114,7 @@ class _Recorder:
         if version != -1 and given._version != version:
             raise NotByLayer(f"the input of layer {name!r} is changed in place after it")
         lead, back = call.inputs[0] or 0, call.outputs[0] or 0
+        a = a.resolve_neg()  # compiled loops and kernels read memory, where no sign is
         a = a if lead == 0 else a.movedim(lead, 0)
         g = g if back == 0 else g.movedim(back, 0)
         is_alone = self.early and len(self.layout.calls.get(name, ())) == 1
@@ -123,6 +125,8 @@ class _Recorder:
                 kept.append((parameter, form))
                 if is_alone and parameter.requires_grad and not isinstance(form, DenseGradient):
                     _ = form.square
+                    of = [t for t in vars(form).values() if isinstance(t, Tensor)]
+                    self.read += [(name, t, stamp(t)) for t in of]
         return kept
 
     def _record_unruled(
@@ -152,6 +156,13 @@ class _Recorder:
 
         if any(reached):
             self.tape.record(build, *(t for t in outs if t.requires_grad))
+
+    def check_read(self) -> None:
+        """Raise if something was written to after its norm was taken: the sum reads it anew."""
+        for name, t, then in self.read:
+            if stamp(t) != then:
+                raise NotByLayer(f"the gradient at layer {name!r} is changed in place by a hook")
+        self.read = []
 
     def check_calls(self) -> None:
         """Raise if a layer is called a number of times that examples may have decided."""
@@ -261,4 +272,6 @@ def ghost_forms(
             names = {id(p): name for name, p in trainable(model).items()}
         with no_autocast(losses.device):  # a checkpoint sets its own
             read = losses if asked is None else losses[asked.to(losses.device)]
-            return tape.forms(read, names), losses.detach()
+            forms = tape.forms(read, names)
+            run.check_read()
+            return forms, losses.detach()

@@ -261,9 +261,9 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     layer norm, nor torch.func.grad of fused attention, behind an autocast inside the function.
     Without vmap, what went wrong is said again.
     """
-    text = str(error)
-    limits = ("vmap", "functorch", "BatchedTensor", "batching rule", "saved tensor hooks")
-    memory = ("mutate a captured Tensor", "doesn't have storage")  # the second of .numpy()
+    text = str(error).lower()
+    limits = ("vmap", "functorch", "batchedtensor", "batching rule", "saved tensor hooks")
+    memory = ("mutate a captured tensor", "doesn't have storage")  # the second of .numpy()
     types = ("expected scalar type", "the same dtype")
     return any(word in text for word in (*limits, *memory, *types))
 

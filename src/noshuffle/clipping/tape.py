@@ -149,7 +149,7 @@ def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
     """A gradient has arrived; a site with one point is done then."""
     at = site()
     if at is not None and at.is_due:
-        at.grads[place] = grad
+        at.grads[place] = grad.resolve_neg()
         at.missing -= 1
         if len(at.grads) == 1:
             at.finish()
@@ -184,7 +184,8 @@ def rewritten(
 
 
 def _on(fn: Rewrite, tape: GradientTape, layer: nn.Module, *args: Any, **kwargs: Any) -> Any:
-    return fn(layer, tape, *args, **kwargs)
+    given = (a.resolve_neg() if isinstance(a, Tensor) else a for a in args)
+    return fn(layer, tape, *given, **kwargs)
 
 
 @contextmanager
