@@ -1,5 +1,6 @@
 """Models that hand their layers rows of other examples than the place says, unknown to torch."""
 
+import math
 from functools import partial
 
 import numpy as np
@@ -44,13 +45,13 @@ class LongestFirst(nn.Module):
 class Slots(nn.Module):
     """Each example goes to one expert, in the next free place there, of which there are enough."""
 
-    def __init__(self):
+    def __init__(self, *, below=-math.inf):
         super().__init__()
-        self.gate = nn.Linear(8, 2)
+        self.gate, self.below = nn.Linear(8, 2), below
         self.experts = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
 
     def forward(self, x):
-        which = (x[:, 0] > 0).long()
+        which = ((x[:, 0] < 0) & (x[:, 0] > self.below)).long()
         goes = F.one_hot(which, 2)
         place = (goes.cumsum(0) - 1)[torch.arange(len(x)), which]
         given = x.new_zeros(2, len(x), 8).index_put((which, place), x)
@@ -69,7 +70,9 @@ def tokens(seed, *, is_full=False):
 def vectors(seed, *, is_one=False):
     draw = torch.Generator().manual_seed(seed)
     x, y = torch.randn(6, 8, generator=draw), torch.randint(3, (6,), generator=draw)
-    x[:, 0] = x[:, 0].abs() if is_one else x[:, 0].abs() * torch.tensor([1, -1, -1, 1, -1, 1])
+    x[:, 0] = x[:, 0].abs().clamp(0.1, 0.9)
+    if not is_one:
+        x[:, 0] *= torch.tensor([1, -1, -1, 1, -1, 1])
     return x.double(), y
 
 
@@ -94,18 +97,22 @@ def test_examples_in_the_order_of_their_lengths(order, is_full):
     assert engine.fallbacks
 
 
-def test_places_of_experts_by_a_running_count():
+@pytest.mark.parametrize("is_one", [True, False])
+def test_places_of_experts_by_a_running_count(is_one):
+    """One that is alone at its expert has the first place there; `is_one`: none is at first."""
     torch.manual_seed(0)
     model, engine = Slots().double(), Ghost()
-    assert_like_the_twin(engine, model, vectors(3))
+    for batch in (vectors(3, is_one=is_one), vectors(4)):
+        assert_like_the_twin(engine, model, batch)
     assert engine.fallbacks
 
 
 @pytest.mark.parametrize("is_quick", [True, False])
-def test_rows_that_leave_their_places_later_are_found_by_a_look(is_quick):
-    """The first batch goes to one expert as a whole, where each stands in its place."""
+def test_rows_that_leave_their_places_later_are_found_by_a_look(monkeypatch, is_quick):
+    """Neither the first batch nor an extreme example goes to the second expert."""
+    monkeypatch.setattr("noshuffle.clipping.later_looks.two_of", lambda _: torch.tensor([2, 3]))
     torch.manual_seed(0)
-    model, engine = Slots().double(), Ghost()
+    model, engine = Slots(below=-1.0).double(), Ghost()
     run = partial(engine.clipped_sum, model, F.cross_entropy, clip=Flat(0.1))
     run(vectors(4, is_one=True))
     assert not engine.fallbacks

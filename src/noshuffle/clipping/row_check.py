@@ -22,6 +22,7 @@ noshuffle.clipping.layers.Mixes: a layer sees the rows of some examples in the p
 
 from __future__ import annotations
 
+import math
 import secrets
 from collections.abc import Callable, Iterator
 from contextlib import suppress
@@ -32,7 +33,7 @@ from torch import Tensor, nn
 from noshuffle.clipping.forms import GradientForm, merge, squares
 from noshuffle.clipping.isolation_check import REFUSALS
 from noshuffle.clipping.layers import Mixes
-from noshuffle.clipping.look_runs import with_same_rng
+from noshuffle.clipping.look_runs import is_low, with_same_rng
 from noshuffle.clipping.objective import Batch, batch_size, take
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.statefulness import put_back_after
@@ -44,8 +45,10 @@ FormsFn = Callable[..., dict[str, list[GradientForm]]]
 SHARE, LEAST = 1e-6, 1e-16
 #: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
 HALVES = 3
-#: How far a norm may differ without a look at the whole batch.
-ROUGHLY = 0.25
+#: Extremes whose gradients may be finite.
+FAR = tuple(filter(math.isfinite, EXTREMES))
+#: How far a norm may differ without a look at the whole batch, and in half precision.
+ROUGHLY, LOW = 0.05, 0.25
 
 
 def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
@@ -66,22 +69,24 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
         raise Mixes("a layer sees the rows of some examples in the place of others")
 
 
-def _pairs(pair: Batch) -> Iterator[Batch]:
-    """Two rows, one of them extreme, one of them short; each in both orders."""
+def _pairs(pair: Batch) -> Iterator[tuple[Batch, int]]:
+    """Two rows, the second as it is, extreme or whole beside a short one; and the other way round,
+    with the place where it stands."""
     whole = next(iter(cut_short(pair)))[1]
-    for rows in (pair, *extremes(pair, EXTREMES[:1]), whole):
-        yield rows
-        yield take(rows, torch.tensor([1, 0]))
+    for rows in (pair, *extremes(pair, FAR), whole):
+        yield rows, 1
+        yield take(rows, torch.tensor([1, 0])), 0
 
 
 def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
     """Raise Mixes unless two rows are seen in their places, whichever comes first.
 
-    What orders rows by what they hold moves them in one of two orders.
+    What orders rows by what they hold moves them in one of two orders. What lays them out by kind,
+    from the front or from the back, moves one that is alone of its kind.
     """
-    for rows in _pairs(pair):
+    for rows, place in _pairs(pair):
         with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
-            in_place(forms_of, rows, torch.tensor([0]))
+            in_place(forms_of, rows, torch.tensor([place]))
 
 
 def batch_in_place(
@@ -119,4 +124,5 @@ def has_norms(
     among = norms.double()[picks.to(norms.device)]
     alone = torch.as_tensor(alone).sqrt().to(among)
     fine = alone.isfinite() & among.isfinite()
-    return bool(((alone - among).abs() <= ROUGHLY * alone.clamp(min=1e-6))[fine].all())
+    share = LOW if is_low(model, norms) else ROUGHLY
+    return bool(((alone - among).abs() <= share * alone.clamp(min=1e-6))[fine].all())
