@@ -11,7 +11,7 @@ import torch
 from noshuffle.errors import InvalidInput
 from noshuffle.release import unit_index
 from noshuffle.release import units as module
-from noshuffle.release.unit_ids import as_ids, name_to_id
+from noshuffle.release.unit_ids import as_ids, kind_of_ids, name_to_id
 from noshuffle.release.unit_index import UnitIndex, in_order, new_index
 from noshuffle.release.units import Seen, UnitTable
 
@@ -274,9 +274,9 @@ def test_ids_of_pandas_are_those_of_a_list() -> None:
     names = ["ann", "bob", "7"]
     for array in (np.array(names, dtype=object), np.array(names, dtype=np.dtypes.StringDType())):
         assert as_ids(array).tolist() == as_ids(names).tolist()
-        assert module.kind_of_ids(array) == "names"
+        assert kind_of_ids(array) == "names"
     assert as_ids(np.array([3, 5], dtype=object)).tolist() == [3, 5]
-    assert module.kind_of_ids(np.array([3, 5], dtype=object)) == "integers"
+    assert kind_of_ids(np.array([3, 5], dtype=object)) == "integers"
 
 
 @pytest.mark.parametrize("one", [("a", 1), (1, 2), uuid.UUID(int=3), None])
