@@ -7,9 +7,8 @@ import shutil
 from pathlib import Path
 
 import pytest
-from cryptography.hazmat.primitives import serialization as form
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.release import positions
+from tests.release.folders import key_pair
 
 from noshuffle.cli import main
 
@@ -27,17 +26,6 @@ def table(tmp_path: Path) -> Path:
 def summed(table: Path, out: Path, *more: str) -> Path:
     assert main([*LINE.format(table=table, out=out).split(), *more]) == 0
     return out
-
-
-def key_pair(folder: Path, name: str = "key") -> tuple[Path, Path, str]:
-    """A private key, its public half, and that in hex."""
-    key = Ed25519PrivateKey.generate()
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    pem = form.Encoding.PEM
-    private.write_bytes(key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption()))
-    public.write_bytes(key.public_key().public_bytes(pem, form.PublicFormat.SubjectPublicKeyInfo))
-    raw = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
-    return private, public, raw.hex()
 
 
 def test_four_verdicts_have_four_exit_codes(

@@ -75,22 +75,25 @@ def excess(model: Any, x: Any, y: Any, seeds: range) -> float:
     return float(np.mean(found) * (len(y) * mu / ((high - low) / 2)) ** 2)
 
 
+def narrow(*, seed: int, middle: float) -> tuple[np.ndarray, np.ndarray]:
+    """1,000 x 20, and targets of a thirtieth of their bounds that no column tells."""
+    rng = np.random.default_rng(seed)
+    x = np.clip(0.3 * rng.normal(size=(1000, 20)) + rng.uniform(-0.5, 0.5, 20), -1, 1)
+    return x, middle + 0.03 * rng.normal(size=1000)
+
+
 @pytest.mark.parametrize("middle", [0.0, 0.5])
 def test_where_nothing_is_to_be_learned_a_fit_is_as_good_as_a_private_mean(middle: float) -> None:
     """1,000 x 20, ε = 0.1, targets of a thirtieth of their bounds: with an intercept that momentum
     moves the error was 2.4 times (in the middle) and 18 times (beside it) that of a mean."""
-    rng = np.random.default_rng(2)
-    x = np.clip(0.3 * rng.normal(size=(1000, 20)) + rng.uniform(-0.5, 0.5, 20), -1, 1)
-    y = middle + 0.03 * rng.normal(size=1000)
+    x, y = narrow(seed=2, middle=middle)
     model = PrivateLinearRegression(epsilon=0.1, bounds=(-1, 1))
     assert excess(model, x, y, range(16)) < 2.0  # 1 up to the chance of sixteen seeds, and columns
 
 
 def test_huber_regression_stays_near_the_mean_too() -> None:
     """Slopes of a narrow width could not reach a mean beside the middle in a few steps."""
-    rng = np.random.default_rng(3)
-    x = np.clip(0.3 * rng.normal(size=(1000, 20)) + rng.uniform(-0.5, 0.5, 20), -1, 1)
-    y = 0.5 + 0.03 * rng.normal(size=1000)
+    x, y = narrow(seed=3, middle=0.5)
     model = PrivateHuberRegressor(epsilon=0.1, bounds=(-1, 1), width=0.1)
     assert excess(model, x, y, range(12)) < 2.5
 
@@ -98,9 +101,7 @@ def test_huber_regression_stays_near_the_mean_too() -> None:
 def test_poisson_regression_follows_the_mean_in_the_units_of_y() -> None:
     """Its targets are not centred, so that a mean has twice the noise, and its intercept is a
     logarithm: with momentum the error was 28."""
-    rng = np.random.default_rng(3)
-    x = np.clip(0.3 * rng.normal(size=(1000, 20)) + rng.uniform(-0.5, 0.5, 20), -1, 1)
-    y = 0.5 + 0.03 * rng.normal(size=1000)
+    x, y = narrow(seed=3, middle=0.5)
     model = PrivatePoissonRegressor(epsilon=0.1, bounds=(-1, 1))
     assert excess(model, x, y, range(10)) < 20
 

@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from cryptography.hazmat.primitives import serialization as form
+from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from torch import nn
 
 from noshuffle.noise import Source
@@ -183,3 +185,14 @@ def gradients(private: Private) -> np.ndarray:
 
 def flat(values: Iterable[torch.Tensor]) -> np.ndarray:
     return np.concatenate([v.detach().double().numpy().ravel() for v in values])
+
+
+def key_pair(folder: Path, name: str = "key") -> tuple[Path, Path, str]:
+    """A private key, its public half, and that in hex."""
+    key = Ed25519PrivateKey.generate()
+    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
+    pem = form.Encoding.PEM
+    private.write_bytes(key.private_bytes(pem, form.PrivateFormat.PKCS8, form.NoEncryption()))
+    public.write_bytes(key.public_key().public_bytes(pem, form.PublicFormat.SubjectPublicKeyInfo))
+    raw = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+    return private, public, raw.hex()

@@ -10,10 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from cryptography.hazmat.primitives import serialization as form
-from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 from tests.release import folders
-from tests.release.folders import cut, edit_json, newest, relink, restate, set_fact, sql
+from tests.release.folders import cut, edit_json, key_pair, newest, relink, restate, set_fact, sql
 
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.noise import test_source as make_source
@@ -29,19 +27,6 @@ def finished(path: Path, **options: object) -> Path:
     private = folders.train(folders.open_run(path, **options))  # type: ignore[arg-type]
     private.close()
     return path
-
-
-def signer(folder: Path, name: str = "key") -> tuple[Path, Path]:
-    """An ordinary key pair, as openssl would write it."""
-    key = Ed25519PrivateKey.generate()
-    private, public = folder / f"{name}.pem", folder / f"{name}.pub"
-    private.write_bytes(
-        key.private_bytes(form.Encoding.PEM, form.PrivateFormat.PKCS8, form.NoEncryption())
-    )
-    public.write_bytes(
-        key.public_key().public_bytes(form.Encoding.PEM, form.PublicFormat.SubjectPublicKeyInfo)
-    )
-    return private, public
 
 
 def everything(path: Path) -> bytes:
@@ -176,7 +161,7 @@ WHOLESALE = {
     ),
     "a signature of somebody else": lambda p: (
         (p / "signature.json").unlink(),
-        seal(p, sign=signer(p.parent, "other")[0]),
+        seal(p, sign=key_pair(p.parent, "other")[0]),
     ),
     "no signature": lambda p: (p / "signature.json").unlink(),
     "a field of the signature": lambda p: edit_json(
@@ -188,7 +173,7 @@ WHOLESALE = {
 @pytest.fixture(scope="module")
 def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     folder = tmp_path_factory.mktemp("signed")
-    private, public = signer(folder)
+    private, public, _ = key_pair(folder)
     path = finished(folder / "run")
     (path / "report.html").write_text("a report")
     seal(path, sign=private)
@@ -207,7 +192,7 @@ def test_a_signature_is_checked_with_the_public_key(
     verdict = verify(path)
     assert verdict.answer == "CONSISTENT"  # whose signature it is, nobody said
     assert "whose signature" in verdict.unchecked[0]
-    verdict = verify(path, public_key=signer(tmp_path)[1])
+    verdict = verify(path, public_key=key_pair(tmp_path)[1])
     assert verdict.answer == "REFUTED"
     assert "another key" in verdict.refuted[0]
     with pytest.raises(InvalidInput, match="PEM file with an Ed25519"):

@@ -9,7 +9,7 @@ stands for an ε is decided by held-out training rows. No state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from functools import partial
 
 from noshuffle.experiments import accuracy
 from noshuffle.experiments.accuracy import Point, curve, search_grid
@@ -44,45 +44,31 @@ def best_recipes(results: Results, data: str, line: str = "blt") -> dict[float, 
     return {epsilon: found[epsilon][1:] for epsilon in sorted(found)}
 
 
-def _beside_published(name: str) -> Callable[[Results], ClaimVerdict]:
-    def decide(results: Results) -> ClaimVerdict:
-        best, known = best_recipes(results, "cifar10"), PUBLISHED[name]
-        both = [e for e in best if e in known]
-        told = "; ".join(
-            f"ε = {e:g}: {best[e][1]} against {known[e]:.1f} ({best[e][0]})" for e in both
-        )
-        return verdict(all(100 * best[e][1].mean >= known[e] for e in both), told)
-
-    return decide
+def _beside_published(name: str, results: Results) -> ClaimVerdict:
+    best, known = best_recipes(results, "cifar10"), PUBLISHED[name]
+    both = [e for e in best if e in known]
+    told = "; ".join(f"ε = {e:g}: {best[e][1]} against {known[e]:.1f} ({best[e][0]})" for e in both)
+    return verdict(all(100 * best[e][1].mean >= known[e] for e in both), told)
 
 
-def _own_recipes(data: str) -> Callable[[Results], ClaimVerdict]:
+def _own_recipes(data: str, results: Results) -> ClaimVerdict:
     """Each line with the recipe that was best for it, of those that both were trained with."""
-
-    def decide(results: Results) -> ClaimVerdict:
-        tasks = {key.split("/")[0] for key in results if "/amplified/final/" in key}
-        both = {k: v for k, v in results.items() if k.split("/")[0] in tasks - {data}}
-        own, other = (best_recipes(both, data, line) for line in ("blt", "amplified"))
-        told = "; ".join(
-            f"{beside(own[e][1], other[e][1])} ({own[e][0]}, {other[e][0]})" for e in own
-        )
-        return verdict(all(own[e][1].mean >= other[e][1].mean for e in own), told)
-
-    return decide
+    tasks = {key.split("/")[0] for key in results if "/amplified/final/" in key}
+    both = {k: v for k, v in results.items() if k.split("/")[0] in tasks - {data}}
+    own, other = (best_recipes(both, data, line) for line in ("blt", "amplified"))
+    told = "; ".join(f"{beside(own[e][1], other[e][1])} ({own[e][0]}, {other[e][0]})" for e in own)
+    return verdict(all(own[e][1].mean >= other[e][1].mean for e in own), told)
 
 
-def _averaging(task: str, line: str) -> Callable[[Results], ClaimVerdict]:
-    def decide(results: Results) -> ClaimVerdict:
-        last, mean = (curve(results, task, line, of=of) for of in ("accuracy", "averaged"))
-        gains = {e: 100 * (mean[e].mean - last[e].mean) for e in last}
-        told = "; ".join(f"ε = {e:g}: {gain:+.2f}" for e, gain in gains.items())
-        return verdict(all(gain >= 0 for gain in gains.values()), told)
-
-    return decide
+def _averaging(task: str, line: str, results: Results) -> ClaimVerdict:
+    last, mean = (curve(results, task, line, of=of) for of in ("accuracy", "averaged"))
+    gains = {e: 100 * (mean[e].mean - last[e].mean) for e in last}
+    told = "; ".join(f"ε = {e:g}: {gain:+.2f}" for e, gain in gains.items())
+    return verdict(all(gain >= 0 for gain in gains.values()), told)
 
 
 def _claim(line: str, other: str, text: str, place: str) -> Claim:
-    return Claim(f"{text} on MNIST", place, compare("mnist", line, other))
+    return Claim(f"{text} on MNIST", place, partial(compare, "mnist", line, other))
 
 
 FIGURE = Figure(
@@ -98,7 +84,7 @@ FIGURE = Figure(
             Claim(
                 f"BLT noise is at or above amplified DP-SGDM at every ε on {title}",
                 "past the paper",
-                compare(task, "blt", "amplified"),
+                partial(compare, task, "blt", "amplified"),
             )
             for task, title in (
                 ("cifar10_prior", "a prior from dead leaves, CIFAR-10"),
@@ -118,19 +104,19 @@ FIGURE = Figure(
                 f"at its own best batch and passes, BLT noise is at or above amplified DP-SGDM on "
                 f"{title}, linear models",
                 "past the paper; recipes chosen on held-out rows",
-                _own_recipes(data),
+                partial(_own_recipes, data),
             )
             for data, title in (("mnist", "MNIST"), ("cifar10", "CIFAR-10"))
         ),
         Claim(
             "without sampling, the recipe best on held-out rows is at or above sampled DP-SGD",
             "De et al. 2022, CIFAR-10 without other data",
-            _beside_published("De et al. 2022 (sampled)"),
+            partial(_beside_published, "De et al. 2022 (sampled)"),
         ),
         Claim(
             "and at or above sampled DP-SGD on a net that was first trained on random images",
             "Tang et al. 2023, CIFAR-10 without other data",
-            _beside_published("Tang et al. 2023 (sampled, pre-trained on random images)"),
+            partial(_beside_published, "Tang et al. 2023 (sampled, pre-trained on random images)"),
         ),
         _claim("blt", "tree", "BLT noise is at or above trees at every ε", "arXiv 2408.08868"),
         _claim("blt", "amplified", "BLT noise is at or above amplified DP-SGDM", "past the paper"),
@@ -140,7 +126,7 @@ FIGURE = Figure(
         Claim(
             "averaging iterates helps a BLT on MNIST",
             "arXiv 2204.13650 (De et al., for DP-SGD)",
-            _averaging("mnist", "blt"),
+            partial(_averaging, "mnist", "blt"),
         ),
     ),
 )

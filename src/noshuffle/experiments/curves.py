@@ -5,7 +5,7 @@ All from results alone and the settings that ship with the figure. No state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -155,15 +155,11 @@ def _percent(point: Point) -> str:
     return f"{100 * point.mean:.2f}{more}"
 
 
-def compare(task: str, line: str, other: str) -> Callable[[Results], ClaimVerdict]:
+def compare(task: str, line: str, other: str, results: Results) -> ClaimVerdict:
     """Whether one line is at or above another at every ε that both have."""
-
-    def decide(results: Results) -> ClaimVerdict:
-        first, second = curve(results, task, line), curve(results, task, other)
-        both = [e for e in first if e in second]
-        if not both:
-            return not_tested("no ε in common")
-        told = "; ".join(beside(first[e], second[e]) for e in both)
-        return verdict(all(first[e].mean >= second[e].mean for e in both), told)
-
-    return decide
+    first, second = curve(results, task, line), curve(results, task, other)
+    both = [e for e in first if e in second]
+    if not both:
+        return not_tested("no ε in common")
+    told = "; ".join(beside(first[e], second[e]) for e in both)
+    return verdict(all(first[e].mean >= second[e].mean for e in both), told)

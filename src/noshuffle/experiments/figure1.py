@@ -14,7 +14,7 @@ them help the baselines as well. No state.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 
 from noshuffle.experiments import accuracy
@@ -41,19 +41,15 @@ _POINTS = {"cifar10_20": {f"{name}, 2022": values for name, values in PUBLISHED.
 PANELS = ("mnist", "cifar10_20", "cifar10_100", "emnist")
 
 
-def _crossing(task: str) -> Callable[[Results], ClaimVerdict]:
+def _crossing(task: str, results: Results) -> ClaimVerdict:
     """Above amplified DP-SGDM from some ε on."""
-
-    def decide(results: Results) -> ClaimVerdict:
-        first, second = curve(results, task, "tree"), curve(results, task, "amplified")
-        both = [e for e in first if e in second]
-        above = [first[e].mean > second[e].mean for e in both]
-        told = "; ".join(beside(first[e], second[e]) for e in both)
-        if not any(above) and max(both, default=0.0) < _largest(task):
-            return not_tested(f"{told}; larger ε are not computed")
-        return verdict(bool(above) and above[-1] and above == sorted(above), told)
-
-    return decide
+    first, second = curve(results, task, "tree"), curve(results, task, "amplified")
+    both = [e for e in first if e in second]
+    above = [first[e].mean > second[e].mean for e in both]
+    told = "; ".join(beside(first[e], second[e]) for e in both)
+    if not any(above) and max(both, default=0.0) < _largest(task):
+        return not_tested(f"{told}; larger ε are not computed")
+    return verdict(bool(above) and above[-1] and above == sorted(above), told)
 
 
 def _largest(task: str) -> float:
@@ -62,44 +58,36 @@ def _largest(task: str) -> float:
     return max(float(e) for group in groups if group["task"] == task for e in group["epsilons"])
 
 
-def _far_below(task: str) -> Callable[[Results], ClaimVerdict]:
-    def decide(results: Results) -> ClaimVerdict:
-        bare, amplified = curve(results, task, "identity"), curve(results, task, "amplified")
-        last, first = bare[max(bare)], amplified[min(amplified)]
-        told = (
-            f"{100 * last.mean:.2f} at ε = {last.epsilon:g} against "
-            f"{100 * first.mean:.2f} at ε = {first.epsilon:g}"
-        )
-        return verdict(last.mean < first.mean, told)
-
-    return decide
+def _far_below(task: str, results: Results) -> ClaimVerdict:
+    bare, amplified = curve(results, task, "identity"), curve(results, task, "amplified")
+    last, first = bare[max(bare)], amplified[min(amplified)]
+    told = (
+        f"{100 * last.mean:.2f} at ε = {last.epsilon:g} against "
+        f"{100 * first.mean:.2f} at ε = {first.epsilon:g}"
+    )
+    return verdict(last.mean < first.mean, told)
 
 
-def _published(line: str, name: str) -> Callable[[Results], ClaimVerdict]:
-    def decide(results: Results) -> ClaimVerdict:
-        points, known = curve(results, "cifar10_20", line), PUBLISHED[name]
-        both = [e for e in points if e in known]
-        told = "; ".join(
-            f"ε = {e:g}: {100 * points[e].mean:.1f} against {known[e]:.1f}" for e in both
-        )
-        return verdict(all(100 * points[e].mean >= known[e] for e in both), told)
-
-    return decide
+def _published(line: str, name: str, results: Results) -> ClaimVerdict:
+    points, known = curve(results, "cifar10_20", line), PUBLISHED[name]
+    both = [e for e in points if e in known]
+    told = "; ".join(f"ε = {e:g}: {100 * points[e].mean:.1f} against {known[e]:.1f}" for e in both)
+    return verdict(all(100 * points[e].mean >= known[e] for e in both), told)
 
 
 def _claims() -> Iterator[Claim]:
     titles = {task: record["title"] for task, record in shipped("figure1")["tasks"].items()}
     for task in PANELS:
-        above, place = partial(compare, task), "section 5.2, figure 1"
-        of_noise, of_batch = above("tree", "identity"), above("tree4", "amplified")
+        place, of_noise = "section 5.2, figure 1", partial(compare, task, "tree", "identity")
+        of_batch = partial(compare, task, "tree4", "amplified")
         for text, where, decide in (
             ("DP-FTRLM is above unamplified DP-SGDM at every ε", place, of_noise),
-            ("DP-FTRLM passes amplified DP-SGDM at larger ε", place, _crossing(task)),
+            ("DP-FTRLM passes amplified DP-SGDM at larger ε", place, partial(_crossing, task)),
             ("DP-FTRLM with 4× batch is at or above amplified DP-SGDM", place, of_batch),
             (
                 "unamplified DP-SGDM at its largest ε is below amplified at its smallest",
                 "section 5.2",
-                _far_below(task),
+                partial(_far_below, task),
             ),
         ):
             yield Claim(f"{text} on {titles[task]}", where, decide)
@@ -110,7 +98,7 @@ def _claims() -> Iterator[Claim]:
         ("restarts are at or above one tree", "appendix D.1", "tree", "tree_one"),
         ("completion is at or above restarts without it", "appendix D.3", "tree", "tree_bare"),
     ):
-        yield Claim(f"{text} on MNIST", where, compare("mnist", line, other))
+        yield Claim(f"{text} on MNIST", where, partial(compare, "mnist", line, other))
     for text, where, line, name in (
         (
             "BLT noise is at or above published matrix factorization",
@@ -123,18 +111,18 @@ def _claims() -> Iterator[Claim]:
             *("tree", "Honaker tree"),
         ),
     ):
-        yield Claim(f"{text} on CIFAR-10, 20 epochs", where, _published(line, name))
+        yield Claim(f"{text} on CIFAR-10, 20 epochs", where, partial(_published, line, name))
     for task in PANELS:
         text = f"BLT noise is at or above amplified DP-SGDM at every ε on {titles[task]}"
-        yield Claim(text, "past the paper", compare(task, "blt", "amplified"))
+        yield Claim(text, "past the paper", partial(compare, task, "blt", "amplified"))
         text = f"BLT noise with 4× batch is at or above amplified DP-SGDM on {titles[task]}"
-        yield Claim(text, "past the paper", compare(task, "blt4", "amplified"))
+        yield Claim(text, "past the paper", partial(compare, task, "blt4", "amplified"))
     for task, name in (("mnist", "MNIST"), ("cifar10_20", "CIFAR-10, 20 epochs")):
         text = f"with 4× batch for both, BLT noise is at or above amplified DP-SGDM on {name}"
-        yield Claim(text, "past the paper", compare(task, "blt4", "amplified4"))
+        yield Claim(text, "past the paper", partial(compare, task, "blt4", "amplified4"))
     for task in ("mnist_large", "cifar10_large"):
         text = f"BLT noise is at or above amplified DP-SGDM at ε = 1 on {titles[task]}"
-        yield Claim(text, "past the paper", compare(task, "blt", "amplified"))
+        yield Claim(text, "past the paper", partial(compare, task, "blt", "amplified"))
 
 
 FIGURE = Figure(

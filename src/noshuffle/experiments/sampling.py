@@ -10,8 +10,8 @@ decides. No state.
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 
 from noshuffle.experiments import accuracy
 from noshuffle.experiments.accuracy import Point, curve
@@ -35,20 +35,16 @@ def least_noise(results: Results, task: str) -> dict[float, tuple[str, Point]]:
     return {epsilon: (line, point) for epsilon, (_, line, point) in sorted(found.items())}
 
 
-def never_below(task: str) -> Callable[[Results], ClaimVerdict]:
+def never_below(task: str, results: Results) -> ClaimVerdict:
     """Whether that line is at no ε below another by more than the larger of their deviations."""
-
-    def decide(results: Results) -> ClaimVerdict:
-        best, holds, told = least_noise(results, task), True, []
-        for other in OTHERS:
-            for epsilon, point in curve(results, task, other).items():
-                line, own = best[epsilon]
-                margin = max(own.deviation, point.deviation)
-                holds = holds and own.mean >= point.mean - margin
-                told.append(f"{beside(own, point)} ({line}, {other})")
-        return verdict(holds, "; ".join(told))
-
-    return decide
+    best, holds, told = least_noise(results, task), True, []
+    for other in OTHERS:
+        for epsilon, point in curve(results, task, other).items():
+            line, own = best[epsilon]
+            margin = max(own.deviation, point.deviation)
+            holds = holds and own.mean >= point.mean - margin
+            told.append(f"{beside(own, point)} ({line}, {other})")
+    return verdict(holds, "; ".join(told))
 
 
 FIGURE = Figure(
@@ -62,7 +58,7 @@ FIGURE = Figure(
             "sampled correlated noise is never below DP-SGDM or unsampled noise by more than the "
             f"deviation on {record['title']}",
             "this library",
-            never_below(task),
+            partial(never_below, task),
         )
         for task, record in shipped("sampling")["tasks"].items()
     ),
