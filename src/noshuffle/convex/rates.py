@@ -285,13 +285,15 @@ def draw(path: Path, curves: Sequence[Curve]) -> None:
         axes.loglog(x, fit, color="#0b6e99", lw=1.2, label=f"measured {c.slope:+.2f}")
         axes.loglog(x, theory, color="#c8553d", lw=1.2, ls="--", label=f"theory {c.theory:+.2f}")
         told = c.verdict().partition(":")[0]
-        axes.set_title(c.name if told == "held" else f"{c.name}: {told}", fontsize=9)
+        axes.set_title(c.name if told == "held" else f"{c.name}: {told}", fontsize=8)
         axes.set_xlabel(c.axis, fontsize=8)
         picks = x[:: -(-len(x) // 4)]
-        axes.set_xticks(picks, [f"{v:g}" if v >= 1e3 else f"{v:.3g}" for v in picks])
+        axes.set_xticks(picks, [f"{v:,.0f}" if v >= 1e3 else f"{v:.3g}" for v in picks])
         axes.set_xticks([], minor=True)
         axes.tick_params(labelsize=7, which="both")
         axes.grid(alpha=0.25)
         axes.legend(frameon=False, fontsize=7)
+    for axes in grid[:, 0]:
+        axes.set_ylabel("excess", fontsize=8)
     figure.savefig(path, dpi=130)
     pyplot.close(figure)

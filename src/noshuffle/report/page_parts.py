@@ -35,7 +35,8 @@ table+p,table+.lead{margin-top:1rem}code{font-size:.85rem;word-break:break-all}
 @media(prefers-color-scheme:dark){body{background:#14191f;color:#e4e7eb}
 .lead,.card span,figcaption,td:first-child{color:#9fb3c8}.card{border-color:#3e4c59}
 .warn{background:#3b211b}figure svg{filter:invert(1) hue-rotate(180deg)}}
-@media print{figure,.card,tr,li{break-inside:avoid}h2{break-after:avoid}}
+@media print{.grid{grid-template-columns:1fr 1fr}
+figure,.card,tr,li{break-inside:avoid}h2{break-after:avoid}}
 """
 
 
