@@ -38,9 +38,12 @@ def test_a_run_that_was_cut_off_shows_what_it_has_spent(
 ) -> None:
     drawn: list[int] = []
     curve = plots.epsilon_curve
-    monkeypatch.setattr(
-        plots, "epsilon_curve", lambda plan, *, last: drawn.append(last) or curve(plan, last=last)
-    )
+
+    def noted(plan: Plan, *, last: int) -> str:
+        drawn.append(last)
+        return curve(plan, last=last)
+
+    monkeypatch.setattr(plots, "epsilon_curve", noted)
     text = page(cut_off(run, released=3, in_ledger=5))
     assert drawn == [3]
     assert f"3 of {run.plan.steps} steps" in text

@@ -54,8 +54,9 @@ def _losses(plan: Plan, path: Path, config: dict[str, object], released: int) ->
     batch = config.get("batch_size")
     # A pass ends with its last whole batch: rows behind it were never seen.
     steps = min(released, getattr(plan.participation, "steps_per_epoch", released))
-    is_cut = isinstance(batch, int) and not plan.participation.is_sampled
-    seen = steps * batch if is_cut else len(data)
+    seen = len(data)
+    if isinstance(batch, int) and not plan.participation.is_sampled:
+        seen = steps * batch
     members = data.x_train[:seen]
     x = torch.cat([members, data.x_test])
     y = torch.cat([data.y_train[:seen], data.y_test])
