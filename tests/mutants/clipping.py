@@ -155,4 +155,28 @@ CLIPPING = (
         ("tests/clipping/test_inner_gradient.py",),
         "clip",
     ),
+    Mutant(
+        "rows of others in its place are taken for an example's own",
+        "clipping/row_check.py",
+        "if outside > SHARE * inside + LEAST:",
+        "if False:",
+        ("tests/clipping/test_row_check.py",),
+        "mixing",
+    ),
+    Mutant(
+        "two rows are asked for in one order",
+        "clipping/row_check.py",
+        "yield take(rows, torch.tensor([1, 0])), 0",
+        "yield rows, 1",
+        ("tests/clipping/test_row_check.py",),
+        "mixing",
+    ),
+    Mutant(
+        "what a norm was taken of may change before the sum",
+        "clipping/ghost_forms.py",
+        "if stamp(t) != then:",
+        "if False:",
+        ("tests/clipping/test_attacks.py",),
+        "clip",
+    ),
 )

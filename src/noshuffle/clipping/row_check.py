@@ -44,7 +44,7 @@ FormsFn = Callable[..., dict[str, list[GradientForm]]]
 #: Squared, the part of a gradient that may lie elsewhere, and what is added where squares vanish.
 SHARE, LEAST = 1e-6, 1e-16
 #: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
-HALVES = 3
+HALVES = 2
 #: Extremes whose gradients may be finite.
 FAR = tuple(filter(math.isfinite, EXTREMES))
 #: How far a norm may differ without a look at the whole batch, and in half precision.
