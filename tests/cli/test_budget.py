@@ -64,7 +64,8 @@ def test_commands_draw_on_a_budget(
 
 def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line, words in [
-        (["budget", str(tmp_path / "none")], "holds no budget"),
+        (["budget", str(tmp_path / "none")], "holds no budget; give --epsilon and --delta"),
+        (["train", "--budget", str(tmp_path / "none")], "begin one first: noshuffle budget "),
         (["budget", folder, "--epsilon", "3"], "fixed before the first run"),
         (["budget", folder, "--output", "b.txt"], "must end with"),
         (["train", "--budget", folder, "--baseline"], "--unprotected baseline"),

@@ -300,3 +300,14 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
         fit(tmp_path, Module(), shuffle=True)
     with pytest.raises(InvalidInput, match="makes 15 steps"):
         fit(tmp_path, Module(), max_epochs=3)
+
+
+def test_an_epoch_of_another_length_is_refused_before_the_first_step(tmp_path):
+    callback = PrivateCallback(planned(3), clip_norm=1.0, batch_size=8)
+    with pytest.raises(InvalidInput, match="nothing was trained yet"):
+        callback.statement()
+    loader = DataLoader(TensorDataset(torch.randn(16, 1, 6, 6), torch.arange(16) % 4), batch_size=8)
+    trainer = pl.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=[callback], **SETTINGS)
+    with pytest.raises(InvalidInput, match="makes 2 steps in an epoch, the plan has 3"):
+        trainer.fit(Module(), loader)
+    assert not callback.private.steps_released

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from noshuffle import Budget, Epochs, Plan, Poisson, Private, privatize, verify
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.release.repeated import RepeatedFit
 from noshuffle.training import fit_model
 
@@ -124,3 +124,10 @@ def test_what_evaluate_returns_is_a_mapping() -> None:
     batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     with pytest.raises(InvalidInput, match="what evaluate returns must be a mapping, got float"):
         fit_model(start(), batches, LOSS, evaluate=lambda model: 0.5)  # type: ignore[arg-type]
+
+
+def test_a_loader_that_is_shorter_than_an_epoch_of_the_plan_hears_of_its_length() -> None:
+    private = start()
+    private.step(LOSS, X[:8], Y[:8])
+    with pytest.raises(ParticipationViolation, match="the plan has 2 batches in an epoch"):
+        private.step(LOSS, X[:8], Y[:8])

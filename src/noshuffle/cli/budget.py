@@ -56,8 +56,14 @@ def budget(asked: BudgetSettings, output: Output) -> None:
     federated, fit, sum and tune. A limit cannot be changed: it is fixed before the first run.
     """
     from noshuffle.budget import Budget
+    from noshuffle.budget.store import Books
     from noshuffle.report.budget import draw_budget
 
+    is_begun = asked.epsilon is not None and asked.delta is not None
+    if not is_begun and not Books(asked.folder).is_there:
+        raise InvalidInput(
+            f"{asked.folder} holds no budget; give --epsilon and --delta to begin one there"
+        )
     limits = ("epsilon", "delta", "pure", "unit", "neighbours", "individual")
     own = Budget(asked.folder, **{name: getattr(asked, name) for name in limits})
     if asked.unprotected is not None:
@@ -82,7 +88,13 @@ def opened(folder: Path | None, *, has_baseline: bool = False) -> Budget | None:
     if folder is None:
         return None
     from noshuffle.budget import Budget
+    from noshuffle.budget.store import Books
 
+    if not Books(folder).is_there:
+        raise InvalidInput(
+            f"--budget: {folder} holds no budget; begin one first: noshuffle budget "
+            f"{quoted(folder)} --epsilon ε --delta δ"
+        )
     own = Budget(folder)
     if has_baseline and BASELINE not in own.declared():
         raise InvalidInput(

@@ -25,6 +25,7 @@ from itertools import chain
 from pathlib import Path
 from typing import BinaryIO, TextIO, cast
 
+from noshuffle.cli.words import shortened
 from noshuffle.errors import InvalidInput
 
 NumberRow = tuple[tuple[float, ...], str]
@@ -67,7 +68,7 @@ class CellRows:
         """Refuse a column that is not there; None is none."""
         for wanted in columns:
             if wanted is not None and wanted not in self.names:
-                told = ", ".join(self.names)
+                told = shortened(self.names)
                 raise InvalidInput(f"{self.name} has no column {wanted!r}; its columns: {told}")
 
     @property

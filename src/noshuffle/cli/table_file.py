@@ -30,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.cli.number_rows import CellRows, check_named, open_text
+from noshuffle.cli.words import shortened
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 Array = NDArray[np.float64]
@@ -86,7 +87,7 @@ def read_table(
     empty = math.nan if missing == "skip" else 0.0
     for name in (target, ids, weights):
         if name is not None and name not in cells:
-            raise InvalidInput(f"{path} has no column {name!r}; its columns: {', '.join(cells)}")
+            raise InvalidInput(f"{path} has no column {name!r}; its columns: {shortened(cells)}")
     features = {
         name: column
         for name, column in cells.items()

@@ -55,6 +55,19 @@ def in_options(message: str, names: Iterable[str]) -> str:
     return message
 
 
+def shortened(names: Iterable[str], *, most: int = 20) -> str:
+    """The names, the first of them where there are many: a refusal is one line.
+
+    >>> shortened(["a", "b", "c"], most=2)
+    'a, b, … (3)'
+    """
+    all_of = list(names)
+    more = [] if len(all_of) <= most else [f"… ({len(all_of):,})"]
+    return ", ".join(
+        [*(textwrap.shorten(name, 40, placeholder="…") for name in all_of[:most]), *more]
+    )
+
+
 def refuse(message: str, *, status: int = 2) -> int:
     """One line on the error stream, and JSON if it was asked for; returns the exit status."""
     line = " ".join(message.split())

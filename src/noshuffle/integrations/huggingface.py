@@ -35,7 +35,7 @@ from torch.utils.data import SequentialSampler
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size, take
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.integrations.huggingface_checks import (
     has_places,
     looked_at,
@@ -101,6 +101,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         **options: Any,
     ) -> None:
         super().__init__(*args, **options)
+        instance_of(Plan, plan=plan)
         self.plan, self._loss_fn = plan, loss_fn
         self._options = {"clip_norm": clip_norm, "run": run, **(privacy or {})}
         self._run = None if run is None else RunFolder.of(run)

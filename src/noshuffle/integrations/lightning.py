@@ -13,6 +13,7 @@ on there by itself. State: the run, and ids of the batches since the last step.
 
 from __future__ import annotations
 
+import math
 import sys
 from collections.abc import Callable
 from importlib import import_module
@@ -72,6 +73,8 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
 
     def statement(self) -> PrivacyStatement:
         """The guarantee of what was released so far, with all its assumptions."""
+        if not hasattr(self, "private"):
+            raise InvalidInput("nothing was trained yet; the statement is there after trainer.fit")
         return self.private.statement()
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
@@ -115,6 +118,14 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             raise InvalidInput(
                 f"trainer.fit makes {steps} steps, the plan has {plan.steps}; fit the plan again, "
                 "or give max_epochs or max_steps"
+            )
+        base = getattr(plan.participation, "participation", plan.participation)
+        parts, planned = trainer.num_training_batches, getattr(base, "steps_per_epoch", 0)
+        length = -(-parts // trainer.accumulate_grad_batches)
+        if planned and length not in (planned, math.inf) and steps > length:
+            raise InvalidInput(
+                f"the loader makes {length} steps in an epoch, the plan has {planned}; fit the "
+                "plan again, or leave out the incomplete last batch (drop_last=True)"
             )
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:

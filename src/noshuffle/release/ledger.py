@@ -198,9 +198,12 @@ class Ledger(LedgerFile):
             last = seen.last
         is_fine = is_fine and guard.is_batch_known(self.participation, step=step, last=last)
         if not is_fine and not drop:
+            base = getattr(self.participation, "participation", self.participation)
+            length = getattr(base, "steps_per_epoch", None)
             raise ParticipationViolation(
                 f"the batch of step {step} was seen before, or differs from the batches of the "
                 "last epoch; keep one order, or pass ids= (shuffled and augmented data need them)"
+                + ("" if length is None else f"; the plan has {length} batches in an epoch")
             )
         units = unit if is_fine else unit[:0]
         return Admission(step, batch, "fingerprints", units, None, not is_fine)

@@ -29,9 +29,9 @@ import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from numbers import Integral, Real
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -92,9 +92,9 @@ class Release(RunState):
         if not isinstance(divisor, BySteps):
             positive(divisor=divisor)
             # A checkpoint with numbers of NumPy could not be loaded again (torch, weights_only).
-            divisor = int(divisor) if isinstance(divisor, Integral) else float(divisor)
+            divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
         place = torch.device(device)
-        bound = Flat(float(clip)) if isinstance(clip, Real) else clip
+        bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
         make = partial(Ledger, plan.guarded, unit=plan.unit)
         opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
         try:
