@@ -53,7 +53,7 @@ from noshuffle.participation import (
 )
 from noshuffle.plan_strategy import chosen
 from noshuffle.sampled_fit import fit_sampled
-from noshuffle.statement import PrivacyStatement, sentences, so_far
+from noshuffle.statement import PrivacyStatement, sentences, so_far, stopped
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
@@ -350,10 +350,13 @@ class Plan:
             is_exact=reach.exact,
             accountant=self.accountant,
         )
+        epsilon = self.epsilon_after(steps)
         if steps < self.steps:
             notes = (*notes, so_far(steps, self.steps))
+            if 0 < epsilon < (whole := self.epsilon()):
+                notes = (*notes, stopped(steps, whole))
         return PrivacyStatement(
-            epsilon=self.epsilon_after(steps),
+            epsilon=epsilon,
             delta=self.delta,
             mu=mu,
             rho=None if mu is None else mu * mu / 2,

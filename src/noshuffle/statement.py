@@ -29,6 +29,7 @@ from noshuffle.participation import FixedSize, Participation, Restarted, Truncat
 FALSE_ALARMS = 0.01
 #: What a sentence begins with that says that no ε holds.
 _VOID = "NOT PRIVATE"
+_STOPPED = "No result decided to stop after step"
 
 
 def meaning(
@@ -217,6 +218,24 @@ def so_far(released: int, steps: int) -> str:
     if steps == MAX_STEPS:
         return f"So far {released} steps were released; the run has no planned end."
     return f"So far {released} of {steps} planned steps were released."
+
+
+def stopped(released: int, whole: float) -> str:
+    """What ε of the first steps of a plan rests on; `whole` is that of the plan.
+
+    A mechanism whose length its own results decide is none of the lengths that they decide
+    between: what is proved for it is what was fixed beforehand (Rogers et al., NeurIPS 2016).
+    """
+    holds = f"that of the whole plan, {whole:.4g}, holds" if math.isfinite(whole) else "none holds"
+    return (
+        f"{_STOPPED} {released}; if one did, {holds} in the place of this ε, or the limit of "
+        "the budget that the run draws on."
+    )
+
+
+def of_stops(sentences: Iterable[str]) -> list[str]:
+    """Those of `stopped` among the sentences of a statement."""
+    return [said for said in sentences if _STOPPED in said]
 
 
 def _order(part: Participation) -> str:

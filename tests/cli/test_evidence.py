@@ -146,7 +146,7 @@ def test_a_page_that_is_drawn_again_stays_proved(
     assert (run / "report.html").read_bytes() == before
     assert main(["verify", str(run)]) == 0
     # A page in another style (another matplotlib) is told to the ledger; other files are not.
-    monkeypatch.setattr("noshuffle.report.html._STYLE", "body{color:red}")
+    monkeypatch.setattr("noshuffle.report.page_parts._STYLE", "body{color:red}")
     assert main(["report", "run"]) == 0
     assert main(["verify", str(run)]) == 0
     (run / "totals.csv").write_text("forged")

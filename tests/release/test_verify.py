@@ -29,9 +29,11 @@ from noshuffle.release import ledger_tables as evidence
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.opening import fork, load_model
+from noshuffle.release.private_sum import PrivateSum
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.verdict import UNSIGNED
+from noshuffle.statement import of_stops
 from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
@@ -212,6 +214,23 @@ def test_doctored_statement(copy, field, value):
     edit(copy / "statement.json", lambda r: r.update({field: value}))
     failures = verify(copy).failures
     assert any(f.startswith(f"statement.json says {field} = ") for f in failures), failures
+
+
+def test_what_a_stop_rests_on_may_be_missing_and_not_be_changed(tmp_path):
+    """Version 0.1 did not write it down."""
+    plan = Plan(participation=Epochs(2, 4), strategy=tree(), noise_multiplier=2.0)
+    sums = PrivateSum(plan, clip=1.0, run=tmp_path / "run")
+    sums.add(X[:6], ids=range(6))
+    sums.close()
+    file = tmp_path / "run/statement.json"
+    told = json.loads(file.read_text())["assumptions"]
+    (said,) = of_stops(told)
+    assert verify(tmp_path / "run").answer == "PROVED"
+    edit_json(file, lambda r: r.update(assumptions=[one for one in told if one != said]))
+    assert verify(tmp_path / "run").answer == "CONSISTENT"
+    other = said.replace("after step 1", "after step 2")
+    edit_json(file, lambda r: r.update(assumptions=[other if one == said else one for one in told]))
+    assert any("says assumptions" in line for line in verify(tmp_path / "run").refuted)
 
 
 def test_a_statement_that_is_behind_is_told_in_one_line(copy):

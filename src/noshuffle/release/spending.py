@@ -21,7 +21,7 @@ from typing import Any
 from noshuffle.accounting import gdp
 from noshuffle.errors import InvalidInput, whole
 from noshuffle.plan import Plan
-from noshuffle.statement import PrivacyStatement, so_far
+from noshuffle.statement import PrivacyStatement, of_stops, so_far
 
 ADAPTIVE_CLIP = (
     "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "
@@ -98,6 +98,7 @@ def spent(
         raise InvalidInput("a fork must keep the unit and the neighbours of the run it came from")
     mus = [part.mu for part in parts if part.mu is not None]
     inherited = [note for one in ancestors if one.released for note in one.notes]
+    inherited += [said for part in before for said in of_stops(part.assumptions)]
     own = own.with_assumptions(words, *(f"Of an earlier run: {note}" for note in inherited))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
