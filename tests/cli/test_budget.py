@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,6 +32,27 @@ def table(tmp_path: Path) -> str:
     file = tmp_path / "t.csv"
     file.write_text("a,y\n" + "".join(f"{i / 40},{i % 2}\n" for i in range(40)))
     return str(file)
+
+
+@pytest.mark.parametrize("command", ["sum", "train"])
+def test_a_run_that_was_killed_before_its_ledger_named_the_budget_goes_on_with_one(
+    command: str, folder: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = {
+        "sum": ["sum", table, "--clip", "1", "--columns", "a"],
+        "train": ["train", "--epochs", "1", "--batch-size", "500", "--model", "linear"],
+    }
+    more = ["--epsilon", "1", "--delta", DELTA, "--mechanism", "tree", "--json"]
+    assert main([*lines[command], *more, "--budget", folder, "--out", str(tmp_path / "a")]) == 0
+    cut = tmp_path / "b"
+    cut.mkdir()
+    shutil.copy(tmp_path / "a/config.json", cut)  # what there is before there is a plan
+    again = [command, *lines[command][1:2][: command == "sum"], "--resume", str(cut), "--json"]
+    capsys.readouterr()
+    assert main(again) == 2
+    assert "was begun with a budget; give --budget FOLDER again" in capsys.readouterr().err
+    assert main([*again, "--budget", folder]) == 0
+    assert "This is run 2 of 2 on this data" in str(said(capsys))
 
 
 def test_commands_draw_on_a_budget(

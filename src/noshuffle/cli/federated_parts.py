@@ -192,8 +192,13 @@ def assemble(
         proximal=settings.proximal,
     )
     config = {"kind": "federated", **settings.to_dict()}
+    draws = budget is not None
     # Nothing that is refused above leaves a folder behind.
-    with nullcontext() if folder is None or is_begun else begun(folder, config):
+    with (
+        nullcontext()
+        if folder is None or is_begun
+        else begun(folder, config, draws_on_budget=draws)
+    ):
         server = ServerOptimizer(
             model,
             plan,

@@ -66,7 +66,8 @@ def run_job(
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     optimizer = make_optimizer(settings, model)
     order = _order(settings, data)  # refused, if it is, before there is a run
-    with nullcontext() if folder.is_started else begun(folder, settings.to_dict()):
+    draws, config = budget is not None, settings.to_dict()
+    with nullcontext() if folder.is_started else begun(folder, config, draws_on_budget=draws):
         lock = take(path)
         private = privatize(
             model,

@@ -25,6 +25,9 @@ from noshuffle.errors import InvalidInput, utf8
 if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
 
+#: In config.json: that the run was begun with a budget.
+_DRAWS = "draws_on_budget"
+
 
 def read_toml(path: Path, *, table: str) -> dict[str, Any]:
     """Settings from a TOML file: top-level keys, or a table of that name, [train]."""
@@ -42,8 +45,12 @@ def read_toml(path: Path, *, table: str) -> dict[str, Any]:
     return dict(found)
 
 
-def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
-    """The settings that a run folder was started with, if `noshuffle KIND` made it."""
+def kept_settings(run: Path, *, kind: str, budget: Path | None) -> dict[str, Any]:
+    """The settings that a run folder was started with, if `noshuffle KIND` made it.
+
+    A run that was to draw on a budget goes on with one: a process may have been killed before its
+    ledger said so.
+    """
     file = run / "config.json"
     if not file.is_file():
         raise InvalidInput(f"{run} is not a run folder: it has no config.json")
@@ -61,6 +68,8 @@ def kept_settings(run: Path, *, kind: str) -> dict[str, Any]:
         raise InvalidInput(f"{run} is another kind of run; use: {again}")
     if "run_folder" in kept:  # a setting of the app in examples/federated
         raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
+    if kept.pop(_DRAWS, False) and budget is None:
+        raise InvalidInput(f"{run} was begun with a budget; give --budget FOLDER again")
     return kept
 
 
@@ -83,7 +92,7 @@ def check_new_folder(out: Path, *, resumes: bool = True) -> None:
 
 
 @contextmanager
-def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
+def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
     Those of a run that was refused are taken away again, keys included, and so are folders that
@@ -92,6 +101,7 @@ def begun(home: RunFolder, config: dict[str, Any]) -> Iterator[None]:
     from noshuffle.release.files import read_json
     from noshuffle.release.folder import take
 
+    config = {**settings, _DRAWS: True} if draws_on_budget else settings
     made = [each for each in (home.path, *home.path.parents) if not each.exists()]
     home.path.mkdir(parents=True, exist_ok=True)
     lock = take(home.path)

@@ -124,7 +124,8 @@ class RunOptions:
         if self.resume is not None:
             if given or self.config or self.out:
                 raise InvalidInput("--resume takes all settings from the run folder; give it alone")
-            return record.of(kept_settings(self.resume, kind=kind)), self.resume
+            kept = kept_settings(self.resume, kind=kind, budget=self.budget)
+            return record.of(kept), self.resume
         stated = read_toml(self.config, table=kind) if self.config is not None else {}
         if {"epsilon", "noise_multiplier"} & set(given):  # one that is typed replaces either
             stated = {k: v for k, v in stated.items() if k not in ("epsilon", "noise_multiplier")}

@@ -125,7 +125,7 @@ def _settings_and_folder(stated: dict[str, Any], where: SumOptions) -> tuple[Sum
     if where.resume is not None:
         if stated or where.out:
             raise InvalidInput("--resume takes all settings from the run folder; give it alone")
-        kept = kept_settings(where.resume, kind="sum")
+        kept = kept_settings(where.resume, kind="sum", budget=where.budget)
         names = SumSettings.__dataclass_fields__
         return SumSettings(**{k: v for k, v in kept.items() if k in names}), where.resume
     if "clip" not in stated:
@@ -174,8 +174,9 @@ class _Run:
                 delta=settings.delta,
                 unit="example" if settings.id is None else "user",
             )
-        seed = settings.test_seed
-        with nullcontext() if is_begun else begun(self.folder, {**told, **asdict(settings)}):
+        seed, draws = settings.test_seed, budget is not None
+        told |= asdict(settings)
+        with nullcontext() if is_begun else begun(self.folder, told, draws_on_budget=draws):
             self.sums: PrivateSum = PrivateSum(
                 self.plan,
                 clip=settings.clip,

@@ -67,7 +67,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     if "epochs" not in stated:
         raise InvalidInput("--extend needs --epochs, how many more")
     home, more = RunFolder(run.extend), int(stated["epochs"])
-    settings = KeptTrainSettings.of(kept_settings(run.extend, kind="train"))
+    settings = KeptTrainSettings.of(kept_settings(run.extend, kind="train", budget=run.budget))
     finish(home)
     finish_seal(home)  # of a process that was killed at the end of the run
     plan, done = home.plan(), known_steps(home)
