@@ -441,9 +441,11 @@ def _check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:
 
 def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
     """Load its state; torch itself takes that of any other optimizer, and fails when it steps."""
+    groups = optimizer.param_groups
+    needed = [name for name in optimizer.defaults if all(name in group for group in groups)]
     optimizer.load_state_dict(state)
     for group in optimizer.param_groups:
-        if missing := [name for name in optimizer.defaults if name not in group]:
+        if missing := [name for name in needed if name not in group]:
             raise InvalidInput(
                 f"this state was saved with another optimizer: {type(optimizer).__name__} needs "
                 f"{missing[0]}, which it does not have; build the run with the one that it had"
