@@ -101,7 +101,7 @@ def test_the_folder_holds_the_evidence(run: Path, capsys: pytest.CaptureFixture[
 @pytest.mark.usefixtures("pictures")
 def test_the_report_can_be_drawn_again(run: Path) -> None:
     page = (run / "report.html").read_text()
-    assert page.count("<svg") == 3  # without ε and who may be found: it has a test seed
+    assert page.count("<svg") == 3  # without those of ε: it has a test seed
     assert not re.findall(r"(?:src|href)=[\"']https?:", page)
     (run / "report.html").unlink()
     assert main(["report", str(run)]) == 0

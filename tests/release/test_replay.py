@@ -319,7 +319,7 @@ def test_units_are_of_one_kind_for_ever(tmp_path: Path) -> None:
     assert "Units were told apart by integers" in again.statement().words()
     names = make()
     with pytest.raises(InvalidInput, match="one integer or name"):  # which leaves no kind behind
-        names.step(LOSS, x[:8], y[:8], ids=np.array([f"u{i}" for i in range(8)], dtype=object))
+        names.step(LOSS, x[:8], y[:8], ids=[(f"u{i}",) for i in range(8)])
     names.step(LOSS, x[:8], y[:8], ids=[f"u{i}" for i in range(8)])
     with pytest.raises(InvalidInput, match="told its units apart by names, and now integers came"):
         names.step(LOSS, x[8:16], y[8:16], ids=np.arange(8))

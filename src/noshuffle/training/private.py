@@ -167,8 +167,9 @@ class Private(OneOwner):
         if os.getpid() != self._owner:
             self.check_owner()
         with self._turn:
-            self._parts.check_open()
-            _check_call(loss_fn, batch)
+            if self._parts.is_over or not batch or not callable(loss_fn):
+                self._parts.check_open()
+                _check_call(loss_fn, batch)
             self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
