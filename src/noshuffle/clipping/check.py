@@ -11,7 +11,7 @@ hooks on parameters.
 Traceback (most recent call last):
     ...
 noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.GroupNorm(8, 8) \
-instead, or noshuffle.fix(model)
+instead, or noshuffle.fix(model).model
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def refuse(name: str, layer: nn.Module) -> None:
     elif isinstance(layer, _BatchNorm) and (layer.training or layer.running_mean is None):
         wide = layer.num_features
         why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead, or "
-        why += "noshuffle.fix(model)"
+        why += "noshuffle.fix(model).model"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm or layer.scale_grad_by_freq:
             option = "max_norm" if layer.max_norm else "scale_grad_by_freq"
