@@ -352,4 +352,20 @@ RELEASE = (
         ("tests/training/test_private.py", "tests/training/test_loops.py"),
         "clip",
     ),
+    Mutant(
+        "ε of a stopped run rests on nothing more",
+        "plan.py",
+        "if 0 < epsilon < (whole := self.epsilon()):",
+        "if (whole := self.epsilon()) < 0:",
+        ("tests/release/test_spending.py",),
+        "statement",
+    ),
+    Mutant(
+        "a run that its budget refused does not name it",
+        "release/account.py",
+        "ledger.bind(ASKED, budget.name)",
+        "pass",
+        ("tests/budget", "tests/cli/test_budget.py"),
+        "budget",
+    ),
 )

@@ -45,6 +45,8 @@ FormsFn = Callable[..., dict[str, list[GradientForm]]]
 SHARE, LEAST = 1e-6, 1e-16
 #: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
 HALVES = 2
+#: Where the row stands that is asked for.
+_PLACE = 1
 #: Extremes whose gradients may be finite.
 FAR = tuple(filter(math.isfinite, EXTREMES))
 #: How far a norm may differ without a look at the whole batch, and in half precision.
@@ -69,24 +71,24 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
         raise Mixes("a layer sees the rows of some examples in the place of others")
 
 
-def _pairs(pair: Batch) -> Iterator[tuple[Batch, int]]:
-    """Two rows, the second as it is, extreme or whole beside a short one; and the other way round,
-    with the place where it stands."""
+def _one_of_its_kind(pair: Batch) -> Iterator[Batch]:
+    """The second of two rows, as it is, extreme or whole beside a short one, among three of the
+    other. It stands at `_PLACE`: no order by what rows hold, and no turn of them, leaves it there.
+    """
     whole = next(iter(cut_short(pair)))[1]
     for rows in (pair, *extremes(pair, FAR), whole):
-        yield rows, 1
-        yield take(rows, torch.tensor([1, 0])), 0
+        yield take(rows, torch.tensor([0, 1, 0, 0]))
 
 
 def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
-    """Raise Mixes unless two rows are seen in their places, whichever comes first.
+    """Raise Mixes unless the second of two rows is seen in its place among others of the first.
 
-    What orders rows by what they hold moves them in one of two orders. What lays them out by kind,
-    from the front or from the back, moves one that is alone of its kind.
+    What orders rows by what they hold, and what lays them out by kind, from the front or from the
+    back, moves one that is alone of its kind.
     """
-    for rows, place in _pairs(pair):
+    for rows in _one_of_its_kind(pair):
         with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
-            in_place(forms_of, rows, torch.tensor([place]))
+            in_place(forms_of, rows, torch.tensor([_PLACE]))
 
 
 def batch_in_place(
