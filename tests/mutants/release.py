@@ -365,7 +365,7 @@ RELEASE = (
         "release/account.py",
         "ledger.bind(ASKED, budget.name)",
         "pass",
-        ("tests/budget", "tests/cli/test_budget.py"),
+        ("tests/budget/test_budget.py",),
         "budget",
     ),
 )
