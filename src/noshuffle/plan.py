@@ -353,8 +353,8 @@ class Plan:
         epsilon = self.epsilon_after(steps)
         if steps < self.steps:
             notes = (*notes, so_far(steps, self.steps))
-            if 0 < epsilon < (whole := self.epsilon()):
-                notes = (*notes, stopped(steps, whole))
+            if 0 < epsilon < self.epsilon():
+                notes = (*notes, stopped(steps))
         return PrivacyStatement(
             epsilon=epsilon,
             delta=self.delta,

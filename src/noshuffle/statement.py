@@ -145,9 +145,14 @@ class PrivacyStatement:
         return self.words()
 
 
+def voids(sentences: Iterable[str]) -> tuple[str, ...]:
+    """The sentences that say that no ε holds."""
+    return tuple(said for said in sentences if _VOID in said)
+
+
 def reasons(sentences: Iterable[str]) -> tuple[str, ...]:
     """Why no ε holds, of the sentences that say so."""
-    return tuple(said.replace(f"{_VOID}: ", "") for said in sentences if _VOID in said)
+    return tuple(said.replace(f"{_VOID}: ", "") for said in voids(sentences))
 
 
 _NEIGHBOURS = {
@@ -220,16 +225,16 @@ def so_far(released: int, steps: int) -> str:
     return f"So far {released} of {steps} planned steps were released."
 
 
-def stopped(released: int, whole: float) -> str:
-    """What ε of the first steps of a plan rests on; `whole` is that of the plan.
+def stopped(released: int) -> str:
+    """What ε of the first steps of a plan rests on.
 
     A mechanism whose length its own results decide is none of the lengths that they decide
-    between: what is proved for it is what was fixed beforehand (Rogers et al., NeurIPS 2016).
+    between: what is proved for it is what was fixed beforehand (Rogers et al., NeurIPS 2016). No
+    number: forks and studies take the sentence over, and their ε is that of several runs.
     """
-    holds = f"that of the whole plan, {whole:.4g}, holds" if math.isfinite(whole) else "none holds"
     return (
-        f"{_STOPPED} {released}; if one did, {holds} in the place of this ε, or the limit of "
-        "the budget that the run draws on."
+        f"{_STOPPED} {released}; if one did, this run counts with ε of its whole plan, or within "
+        "the limit of the budget that it draws on."
     )
 
 

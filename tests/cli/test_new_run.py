@@ -39,20 +39,26 @@ def test_two_that_begin_in_one_folder_do_not_mix(tmp_path: Path, held_elsewhere:
         plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
         with pytest.raises(ReplayRefused, match="a run goes on"):
             PrivateSum(plan, clip=1.0, shape=(1,), run=tmp_path)
-        with pytest.raises(ReplayRefused, match="a run goes on"), begun(RunFolder(tmp_path), {}):
+        with (
+            pytest.raises(ReplayRefused, match="a run goes on"),
+            begun(RunFolder(tmp_path), {}, draws_on_budget=False),
+        ):
             pass
         assert [file.name for file in tmp_path.iterdir()] == [".lock"]
 
 
 def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> None:
     folder = RunFolder(tmp_path / "r")
-    with pytest.raises(KeyError), begun(folder, {"a": (1,)}):
+    with pytest.raises(KeyError), begun(folder, {"a": (1,)}, draws_on_budget=False):
         raise KeyError(folder.config_file.read_text())
     assert not folder.config_file.exists()
     folder.write_config({"a": [1]})
-    with begun(folder, {"a": (1,)}):  # killed before it began, and resumed
+    with begun(folder, {"a": (1,)}, draws_on_budget=False):  # killed before it began, and resumed
         pass
-    with pytest.raises(InvalidInput, match="holds another run"), begun(folder, {"a": (2,)}):
+    with (
+        pytest.raises(InvalidInput, match="holds another run"),
+        begun(folder, {"a": (2,)}, draws_on_budget=False),
+    ):
         pass
     assert json.loads(folder.config_file.read_text()) == {"a": [1]}
 
@@ -65,7 +71,7 @@ def test_keys_of_a_run_that_was_stopped_before_its_plan_are_taken_away(
     plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
     with monkeypatch.context() as patch:
         patch.setattr("noshuffle.release.folder.write_bytes", Mock(side_effect=KeyboardInterrupt))
-        with pytest.raises(KeyboardInterrupt), begun(folder, {"a": 1}):
+        with pytest.raises(KeyboardInterrupt), begun(folder, {"a": 1}, draws_on_budget=False):
             folder.begin(plan, KeyRing.new())
     assert not folder.path.exists()
     folder.path.mkdir()

@@ -92,9 +92,7 @@ def check_new_folder(out: Path, *, resumes: bool = True) -> None:
 
 
 @contextmanager
-def begun(
-    home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool = False
-) -> Iterator[None]:
+def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
     Those of a run that was refused are taken away again, keys included, and so are folders that

@@ -29,7 +29,7 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, spent
 from noshuffle.release.unit_ids import Ids
-from noshuffle.statement import PrivacyStatement
+from noshuffle.statement import PrivacyStatement, voids
 
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
 ROUND_PRINTS = ("round_prints", "of the units in order")
@@ -228,7 +228,7 @@ def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
 
 def void_notes(facts: Mapping[str, str | None]) -> tuple[str, ...]:
     """Those of them that say that no ε holds."""
-    return tuple(note for note in notes_of(facts) if note.startswith("NOT PRIVATE"))
+    return voids(notes_of(facts))
 
 
 def _made(facts: Mapping[str, str | None]) -> str:

@@ -18,6 +18,7 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS
+from noshuffle.statement import voids
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
 SCORES = {"test_accuracy": "Accuracy", "test_error": "The error"}
@@ -41,8 +42,7 @@ class RunRecord:
     @property
     def not_private(self) -> tuple[str, ...]:
         """Why no ε holds, where the statement says so."""
-        said = self.statement.get("assumptions", ())
-        return tuple(sentence for sentence in said if "not private" in sentence.lower())
+        return voids(self.statement.get("assumptions", ()))
 
     @property
     def released(self) -> int:

@@ -31,14 +31,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import UNCOMPILED, original
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.clipping.objective import Criterion, cuttable
-from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, callables
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
@@ -59,7 +58,7 @@ from noshuffle.training.outcome import Outcome
 from noshuffle.training.passes import Listener
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.training.step import Step
-from noshuffle.training.step_parts import Parts
+from noshuffle.training.step_parts import Parts, check_call, load_optimizer
 from noshuffle.training.unchanged import PrivateOptimizer
 
 
@@ -169,7 +168,7 @@ class Private(OneOwner):
         with self._turn:
             if self._parts.is_over or not batch or not callable(loss_fn):
                 self._parts.check_open()
-                _check_call(loss_fn, batch)
+                check_call(loss_fn, batch)
             self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
@@ -378,7 +377,7 @@ class Private(OneOwner):
                 f"has {sorted(self._attached)}; attach the same ones"
             )
         original(self.model).load_state_dict(state["model"])
-        _load_optimizer(self._parts.optimizer, state["optimizer"])
+        load_optimizer(self._parts.optimizer, state["optimizer"])
         self._parts.release.load_state_dict(state)
         for name, item in self._attached.items():
             item.load_state_dict(state["attached"][name])
@@ -423,31 +422,3 @@ class Private(OneOwner):
     def write_statement(self) -> None:
         """Bring statement.json up to date with the ledger, if there is a run folder."""
         self._parts.release.write_statement()
-
-
-def _check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:
-    """Raise unless there are a loss function and a batch."""
-    if isinstance(loss_fn, Tensor):
-        raise InvalidInput(
-            "loss_fn must be a function, got a tensor; private.step(loss_fn, x, y) computes the "
-            "loss itself (one that was computed: loss.backward(); private.optimizer.step())"
-        )
-    if not isinstance(loss_fn, ModelLoss):
-        callables(loss_fn=loss_fn)
-    if not batch:
-        raise InvalidInput(
-            "private.step needs a batch beside the loss: private.step(loss_fn, x, y)"
-        )
-
-
-def _load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
-    """Load its state; torch itself takes that of any other optimizer, and fails when it steps."""
-    groups = optimizer.param_groups
-    needed = [name for name in optimizer.defaults if all(name in group for group in groups)]
-    optimizer.load_state_dict(state)
-    for group in optimizer.param_groups:
-        if missing := [name for name in needed if name not in group]:
-            raise InvalidInput(
-                f"this state was saved with another optimizer: {type(optimizer).__name__} needs "
-                f"{missing[0]}, which it does not have; build the run with the one that it had"
-            )

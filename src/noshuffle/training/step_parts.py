@@ -1,4 +1,4 @@
-"""Parts: everything a private step is made of, and the run that hears of looks at its model.
+"""Parts: everything a private step is made of, what is asked of a call, and looks at the model.
 
 State: whether the run is over, and whether the model was found to mix examples.
 """
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.looks import Listeners, Look
 from noshuffle.clipping.objective import Criterion
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
 
@@ -88,3 +88,31 @@ class Parts:
     def planned_batch(self) -> float:
         """What the coming step is divided by."""
         return self.release.divisor_now
+
+
+def check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:
+    """Raise unless there are a loss function and a batch."""
+    if isinstance(loss_fn, Tensor):
+        raise InvalidInput(
+            "loss_fn must be a function, got a tensor; private.step(loss_fn, x, y) computes the "
+            "loss itself (one that was computed: loss.backward(); private.optimizer.step())"
+        )
+    if not isinstance(loss_fn, ModelLoss):
+        callables(loss_fn=loss_fn)
+    if not batch:
+        raise InvalidInput(
+            "private.step needs a batch beside the loss: private.step(loss_fn, x, y)"
+        )
+
+
+def load_optimizer(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    """Load its state; torch itself takes that of any other optimizer, and fails when it steps."""
+    groups = optimizer.param_groups
+    needed = [name for name in optimizer.defaults if all(name in group for group in groups)]
+    optimizer.load_state_dict(state)
+    for group in optimizer.param_groups:
+        if missing := [name for name in needed if name not in group]:
+            raise InvalidInput(
+                f"this state was saved with another optimizer: {type(optimizer).__name__} needs "
+                f"{missing[0]}, which it does not have; build the run with the one that it had"
+            )
