@@ -88,7 +88,7 @@ def released_noise(plan: Plan, *, coordinates: int, steps: int | None = None) ->
     release = Release.begin(plan, {"w": (coordinates,)}, clip=1.0)
     nobody, rows = release.identify(np.empty(0, dtype=np.int64)), []
     for step in range(steps or plan.steps):
-        values = {"w": torch.zeros(coordinates)}
+        values = {"w": torch.zeros(coordinates, device="cpu")}
         release.close(release.admit(step, nobody), values)
         rows.append(values["w"].double().numpy())
     return np.array(rows)

@@ -91,7 +91,7 @@ def _driven(recipe: Any, steps: int, horizon: int, *, width: int) -> tuple[UnitD
     source, rows = UnitDraws(), np.empty((steps, width))
     stream = NoiseStream(recipe, source, {"unit": (width,)}, scale=1.0, steps=horizon)
     for step in range(steps):
-        row = torch.zeros(width, dtype=torch.float64)
+        row = torch.zeros(width, dtype=torch.float64, device="cpu")
         stream.add_({"unit": row})
         rows[step] = row.numpy() / _ONE
     return source, rows

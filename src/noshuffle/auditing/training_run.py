@@ -144,7 +144,7 @@ def _steps(
     for step, rows in enumerate(batches):
         own, birds = torch.from_numpy(rows), planted.rows(step)
         inputs = torch.cat([x[own], x.new_zeros((len(birds), *x.shape[1:]))])
-        which = torch.cat([torch.full((len(own),), model.count), birds])
+        which = torch.cat([torch.full((len(own),), model.count, device="cpu"), birds])
         targets = torch.cat([y[own], y.new_zeros(len(birds))])
         ids = np.concatenate([rows, unit_ids(birds.numpy(), len(x))])
         private.advance(loss, (inputs, which, targets), ids=ids)

@@ -92,7 +92,7 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
         raise InvalidInput(f"{data.name} has no user ids; use --unit example")
     batch = settings.batch_size
     per_epoch = len(data) // batch
-    step = torch.arange(per_epoch * batch) // batch
+    step = torch.arange(per_epoch * batch, device="cpu") // batch
     # Distinct (user, step), sorted: the steps of a user stand together, in order.
     pairs = torch.unique(torch.stack([data.units[: per_epoch * batch], step], dim=1), dim=0)
     _, counts = torch.unique_consecutive(pairs[:, 0], return_counts=True)
@@ -172,7 +172,9 @@ def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None)
     say(f"Features of {many:,} images: {settings.features}.")
 
     def transformed(images: Tensor) -> Tensor:
-        out = torch.empty(len(images), *made(images[:1].to(settings.device)).shape[1:])
+        out = torch.empty(
+            len(images), *made(images[:1].to(settings.device)).shape[1:], device="cpu"
+        )
         for at in range(0, len(images), CHUNK):
             part = images[at : at + CHUNK].to(settings.device)
             out[at : at + CHUNK] = made(part)

@@ -138,7 +138,7 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
     _by_number(run, rows, losses, kept, grads, low=low)
     is_asked = adds_up(run, rows, losses, kept, grads) and is_asked
     for other in others:
-        index = torch.full((len(losses),), other)
+        index = torch.full((len(losses),), other, device="cpu")
         index[kept] = kept
         there = run(take(rows, index))[kept]
         if not _same(own, there, low=low) and _stays(run, rows, kept, own, there, low=low):
@@ -165,7 +165,7 @@ def _by_number(
     what counts is seen under every fixed seed.
     """
     size = len(losses)
-    picks = torch.linspace(0, size - 1, min(size, FEW_ROWS)).round().long()
+    picks = torch.linspace(0, size - 1, min(size, FEW_ROWS), device="cpu").round().long()
     with without_gradient():
         one, other = (run(take(rows, picks), seed).nan_to_num() for seed in FIXED[:2])
     if not torch.equal(one, other):
@@ -211,7 +211,7 @@ def _chosen(rows: Batch) -> tuple[Tensor, list[int]]:
         kept.append(drawn.pop(secrets.randbelow(len(drawn))))
     short = [i for i in drawn if long[i] == long[order[0]]] or order[:1]
     tall = [i for i in drawn if long[i] == long[order[-1]]] or order[-1:]
-    return torch.tensor(kept), [short[0], tall[-1]]
+    return torch.tensor(kept, device="cpu"), [short[0], tall[-1]]
 
 
 def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) -> bool:
@@ -238,7 +238,7 @@ def two_of(batch: Batch) -> Tensor:
     """Two examples of a batch, drawn from all."""
     size = batch_size(batch)
     first = secrets.randbelow(size)
-    return torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size])
+    return torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size], device="cpu")
 
 
 def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor, picks: Tensor) -> bool:

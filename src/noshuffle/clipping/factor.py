@@ -250,9 +250,13 @@ def clip_factors(
             is_all = len(names) == len(own)
             norm = norms if is_all else lib.sqrt(add([own[n] for n in names], ok))
             factor = clip_factor(norm, c, slack=slack, keep=keep)
-            factors.append((names, torch.as_tensor(factor)))
+            factors.append((names, _tensor(factor)))
         shown = lib.where(there, norms, 0.0)
-    return factors, torch.as_tensor(shown), torch.as_tensor(bad)
+    return factors, _tensor(shown), _tensor(bad)
+
+
+def _tensor(values: Any) -> Tensor:
+    return values if isinstance(values, Tensor) else torch.from_numpy(values)
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:

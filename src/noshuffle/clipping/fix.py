@@ -112,7 +112,10 @@ def _group_norm(layer: Any) -> nn.GroupNorm:
     """One group for rows of numbers, where a group of one channel would be all zero."""
     wide = layer.num_features
     groups = 1 if isinstance(layer, nn.BatchNorm1d) else math.gcd(32, wide)
-    like = next((t for t in (layer.weight, layer.running_mean) if t is not None), torch.zeros(0))
+    like = next(
+        (t for t in (layer.weight, layer.running_mean) if t is not None),
+        torch.zeros(0, device="cpu"),
+    )
     options: dict[str, Any] = {"device": like.device, "dtype": like.dtype}
     new = nn.GroupNorm(groups, wide, eps=layer.eps, affine=layer.affine, **options)
     if layer.affine:

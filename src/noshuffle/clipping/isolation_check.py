@@ -83,7 +83,7 @@ def _alone(
     is_loose = False
     for i, own in enumerate(truth or ((), ())):
         with torch.enable_grad():
-            again = run(take(pair, torch.tensor([i, i])))[i]
+            again = run(take(pair, torch.tensor([i, i], device="cpu")))[i]
         gap = abs(float(again.detach()) - float(losses[i].detach()))
         if not gap <= (2e-3 if low else 1e-4) * max(abs(float(losses[i].detach())), 1e-6):
             raise Mixes("the loss of an example changes with the other examples of its batch")
@@ -151,10 +151,16 @@ def _counted(
             two = fixed(pair)
             if not torch.equal(two, run(pair, seed=FIXED[1])):
                 return
-        three, more = fixed(take(pair, torch.tensor([0, 1, 1]))), _beside(fixed, pair, batch)
+        three, more = (
+            fixed(take(pair, torch.tensor([0, 1, 1], device="cpu"))),
+            _beside(fixed, pair, batch),
+        )
         moved = (of_rounded(fixed, pair) - two).abs() if is_later else torch.zeros_like(two)
         with torch.enable_grad():
-            ran = (fixed(take(pair, torch.tensor(i)))[:1] for i in (_MANY if params else ()))
+            ran = (
+                fixed(take(pair, torch.tensor(i, device="cpu")))[:1]
+                for i in (_MANY if params else ())
+            )
             grads = [gradient_of(first, params) for first in ran]
     if grads and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
         raise Mixes("the gradient of an example changes with the number of examples")

@@ -120,7 +120,7 @@ def mixes_at(size: int, model: nn.Module, loss_fn: Loss, batch: Batch, *, seed: 
     random numbers that showed it elsewhere."""
     if size < 2:
         return False
-    index = torch.arange(size) % batch_size(batch)
+    index = torch.arange(size, device="cpu") % batch_size(batch)
     try:
         still_apart(model, loss_fn, take(batch, index), seed=seed)
     except NotByLayer as reason:

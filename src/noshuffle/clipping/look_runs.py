@@ -143,7 +143,9 @@ def finite_gradients(
         del losses, grads  # and the graph
         return [] if is_one else [own for half in part.chunk(2) for own in among(half)]
 
-    return torch.cat([torch.arange(0), *among(torch.arange(batch_size(rows)))])
+    return torch.cat(
+        [torch.arange(0, device="cpu"), *among(torch.arange(batch_size(rows), device="cpu"))]
+    )
 
 
 def loss_tolerance(loss: float, *, low: bool) -> float:

@@ -166,7 +166,7 @@ class Gradients:
         """Squared norm of the gradient of every example, [B], float64."""
         plan = self._plan
         shape = (torch.get_num_threads(), plan.outputs * plan.width)
-        return self._measure(torch.empty(shape, dtype=torch.float32), keep=0)
+        return self._measure(torch.empty(shape, dtype=torch.float32, device="cpu"), keep=0)
 
     @property
     def is_worth_keeping(self) -> bool:
@@ -179,14 +179,14 @@ class Gradients:
         """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
         plan = self._plan
         shape = (self._size, self._how.groups * plan.outputs, plan.width)
-        scratch = torch.empty(shape, dtype=torch.float32)
+        scratch = torch.empty(shape, dtype=torch.float32, device="cpu")
         self._measure(scratch, keep=1)
         return self._shaped(scratch)
 
     def _measure(self, scratch: Tensor, *, keep: int) -> Tensor:
         job, many = self._job, self._how.groups * self._plan.outputs
-        self.lengths = torch.empty(self._size, dtype=torch.float64)
-        self.channels = torch.empty((self._size, many), dtype=torch.float32)
+        self.lengths = torch.empty(self._size, dtype=torch.float64, device="cpu")
+        self.channels = torch.empty((self._size, many), dtype=torch.float32, device="cpu")
         job.squares, job.channels = self.lengths.data_ptr(), self.channels.data_ptr()
         job.scratch, job.taken, job.keep = scratch.data_ptr(), 0, keep
         self._run("squares", torch.get_num_threads())
@@ -197,7 +197,7 @@ class Gradients:
         job, plan = self._job, self._plan
         weights = factors.to(torch.float32).contiguous()
         shape = (SLICES, self._how.groups * plan.outputs, plan.width)
-        slices = torch.zeros(shape, dtype=torch.float32)
+        slices = torch.zeros(shape, dtype=torch.float32, device="cpu")
         job.factors, job.total = weights.data_ptr(), slices.data_ptr()
         self._run("total", min(SLICES, torch.get_num_threads()))
         return self._shaped(slices.sum(0))
@@ -239,8 +239,8 @@ def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) ->
 def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find the gradients of a small convolution with groups and dilation."""
     draw = torch.Generator().manual_seed(0)
-    x = torch.randn(3, 6, 9, 20, generator=draw, dtype=torch.float32)
-    g = torch.randn(3, 26, 7, 9, generator=draw, dtype=torch.float32)
+    x = torch.randn(3, 6, 9, 20, generator=draw, dtype=torch.float32, device="cpu")
+    g = torch.randn(3, 26, 7, 9, generator=draw, dtype=torch.float32, device="cpu")
     x[..., :1] = x[..., -2:] = 0.0  # a border, which the loops may also add themselves
     how = Geometry((2, 3), (1, 2), (2, 1), groups=2)
     shape = (26, 3, 2, 3)
@@ -249,7 +249,10 @@ def _agrees(built: ctypes.CDLL) -> bool:
     each = torch.stack([weight_of(a, shape, b, (1, 2), 0, (2, 1), 2) for a, b in pairs])
     own = Gradients(x, g, size=3, how=how, built=built)
     inner = Gradients(x[..., 1:-2], g, size=3, how=how, sides=((0, 0), (1, 2)), built=built)
-    squares, factors = own.squares(), torch.tensor([0.5, 0.0, -2.0], dtype=torch.float32)
+    squares, factors = (
+        own.squares(),
+        torch.tensor([0.5, 0.0, -2.0], dtype=torch.float32, device="cpu"),
+    )
     is_close = torch.allclose(squares, each.double().square().sum((1, 2, 3, 4)), rtol=1e-5)
     total = torch.tensordot(factors, each, 1)
     is_close = is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)

@@ -60,7 +60,7 @@ def layer_sums(
     Guarantees: a NaN or an infinity in an example makes its own results one, and no other's.
     """
     width = x.shape[-1]
-    scales, shifts = torch.empty((2, size, width), dtype=torch.float32)
+    scales, shifts = torch.empty((2, size, width), dtype=torch.float32, device="cpu")
     places = [t.data_ptr() for t in (x, g, scales, shifts)]
     job = NormsJob(0, size, x.numel() // (size * width), width, *places, eps)
     threads = torch.get_num_threads() if x.numel() >= _ALONE else 1
@@ -72,7 +72,9 @@ def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loop finds what torch finds, on rows of several lengths."""
     draw, is_good = torch.Generator().manual_seed(0), True
     for size, steps, width in ((3, 2, 5), (2, 7, 16), (4, 1, 131)):
-        x, g = (torch.randn(size, steps, width, generator=draw).double() for _ in range(2))
+        x, g = (
+            torch.randn(size, steps, width, generator=draw, device="cpu").double() for _ in range(2)
+        )
         found = layer_sums(x.float(), g.float(), size=size, eps=0.1, built=built)
         unit = F.layer_norm(x, (width,), eps=0.1)
         for own, truth in zip(found, ((unit * g).sum(1), g.sum(1))):

@@ -80,7 +80,7 @@ def squares(
     """
     found, table, size = [], [], 0
     for (x, rows, width), y in pairs:
-        own = torch.empty((2, rows), dtype=torch.float64)
+        own = torch.empty((2, rows), dtype=torch.float64, device="cpu")
         found.append(own)
         other, _, wide = y or (0, 0, 0)
         table += [rows, width, 1, wide, x, other, own.data_ptr(), 0, 0, 0]
@@ -110,11 +110,11 @@ def weighted(
     found: list[tuple[Tensor | None, Tensor | None]] = []
     many, table, size = len(factors), [], 0
     summed_widths = [of.width for of, _, is_summed in wanted if is_summed]
-    slices = torch.empty(_SLICES * sum(summed_widths), dtype=torch.float64)
+    slices = torch.empty(_SLICES * sum(summed_widths), dtype=torch.float64, device="cpu")
     place = slices.data_ptr()
     for (x, rows, width), is_kept, is_summed in wanted:
-        kept = torch.empty((rows, width), dtype=torch.float32) if is_kept else None
-        summed = torch.empty(width, dtype=torch.float32) if is_summed else None
+        kept = torch.empty((rows, width), dtype=torch.float32, device="cpu") if is_kept else None
+        summed = torch.empty(width, dtype=torch.float32, device="cpu") if is_summed else None
         found.append((kept, summed))
         ends = [0 if t is None else t.data_ptr() for t in (kept, summed)]
         table += [rows, width, rows // many, 0, x, 0, 0, place, *ends]
@@ -140,14 +140,14 @@ def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find what torch finds, on rows of several lengths."""
     draw = torch.Generator().manual_seed(0)
     widths, kind = (1, 45, 64, 131), torch.float32
-    rows = [torch.randn(18, width, generator=draw, dtype=kind) for width in widths]
+    rows = [torch.randn(18, width, generator=draw, dtype=kind, device="cpu") for width in widths]
     read = [Matrix(t.data_ptr(), *t.shape) for t in rows]
     lengths = [t.double().square().sum(1) for t in rows]
     alone, *others = squares([(read[0], None), *zip(read[1:], read)], built=built)
     is_good = torch.allclose(alone[0], lengths[0], rtol=1e-13)
     for found, own, other in zip(others, lengths[1:], lengths):
         is_good &= torch.allclose(found, torch.stack([own, own * other]), rtol=1e-13)
-    factors = torch.rand(9, generator=draw, dtype=kind).double()
+    factors = torch.rand(9, generator=draw, dtype=kind, device="cpu").double()
     each = factors.float().repeat_interleave(2)
     wanted = [Weighing(m, k != 1, k != 2) for k, m in enumerate(read)]
     for t, (kept, summed) in zip(rows, weighted(wanted, factors, built=built)):

@@ -85,8 +85,8 @@ def squares(maps: Sequence[StepMap], *, built: ctypes.CDLL | None = None) -> lis
     found, table, size = [], [], 0
     for a, g, is_summed in maps:
         many, steps, width = g.shape
-        lengths = torch.empty((2, many), dtype=torch.float64)
-        sums = torch.empty((many, width), dtype=torch.float32) if is_summed else None
+        lengths = torch.empty((2, many), dtype=torch.float64, device="cpu")
+        sums = torch.empty((many, width), dtype=torch.float32, device="cpu") if is_summed else None
         found.append(StepNorms(lengths[0], sums, lengths[1] if is_summed else None))
         table += [many, steps]
         for t in (a, g):
@@ -107,7 +107,10 @@ def _agrees(built: ctypes.CDLL) -> bool:
     """Whether the loops find what torch finds, on maps of several lengths and layouts."""
     draw, maps = torch.Generator().manual_seed(0), []
     for steps, inputs, outputs in ((2, 3, 70), (5, 130, 9), (9, 64, 1100)):
-        a, g = (torch.randn(steps, 3, n, generator=draw).float() for n in (inputs, outputs))
+        a, g = (
+            torch.randn(steps, 3, n, generator=draw, device="cpu").float()
+            for n in (inputs, outputs)
+        )
         maps.append(StepMap(a.transpose(0, 1), g.transpose(0, 1).contiguous(), outputs != 9))
     a, g, _ = maps[-1]
     g[1] = g[1, :1].clone()  # all steps alike: the largest sum

@@ -281,7 +281,7 @@ class PerExample:
             # Whoever runs it in batches will say why it does not run.
             tape = GradientTape(2, is_on=False)
             with suppress(Exception), with_same_rng(model), rewritten(model, tape):
-                batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i])))
+                batch_losses(model, loss_fn, take(pair, torch.tensor([0, 1 - i], device="cpu")))
 
         def run_far(rows: Batch) -> None:
             with suppress(*REFUSALS):  # numbers that the model does not take

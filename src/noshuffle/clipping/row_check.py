@@ -58,7 +58,7 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
 
     What is not finite says nothing: 0·∞ is NaN in any row.
     """
-    others = torch.ones(batch_size(rows), dtype=torch.bool)
+    others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[asked] = False
     inside = outside = 0.0
     for forms in forms_of(rows, asked).values():
@@ -77,7 +77,7 @@ def _one_of_its_kind(pair: Batch) -> Iterator[Batch]:
     """
     whole = next(iter(cut_short(pair)))[1]
     for rows in (pair, *extremes(pair, FAR), whole):
-        yield take(rows, torch.tensor([0, 1, 0, 0]))
+        yield take(rows, torch.tensor([0, 1, 0, 0], device="cpu"))
 
 
 def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
@@ -88,7 +88,7 @@ def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
     """
     for rows in _one_of_its_kind(pair):
         with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
-            in_place(forms_of, rows, torch.tensor([_PLACE]))
+            in_place(forms_of, rows, torch.tensor([_PLACE], device="cpu"))
 
 
 def batch_in_place(
@@ -106,7 +106,7 @@ def batch_in_place(
         device = next(model.parameters()).device
         try:
             with put_back_after(model), with_same_rng(model, seed), exactly(device):
-                in_place(forms_of, rows, torch.tensor(picks))
+                in_place(forms_of, rows, torch.tensor(picks, device="cpu"))
             done += 1
         except torch.OutOfMemoryError:
             rows = take(rows, slice(size // 2))
@@ -124,7 +124,7 @@ def has_norms(
         found = forms_of(few).values()
         alone = sum(squares(merge(forms)).double() for forms in found)
     among = norms.double()[picks.to(norms.device)]
-    alone = torch.as_tensor(alone).sqrt().to(among)
+    alone = torch.as_tensor(alone, device=among.device).sqrt().to(among)
     fine = alone.isfinite() & among.isfinite()
     share = LOW if is_low(model, norms) else ROUGHLY
     return bool(((alone - among).abs() <= share * alone.clamp(min=1e-6))[fine].all())

@@ -89,7 +89,7 @@ def _exact(
     low: bool,
 ) -> None:
     """Raise NotByLayer unless norms and sum of a parameter's forms are those of its two `rows`."""
-    found = squares(forms).double().sqrt() if forms else torch.zeros(2)
+    found = squares(forms).double().sqrt() if forms else torch.zeros(2, device="cpu")
     if len(found) != 2:
         raise NotByLayer(f"the layer of {name!r} sees more rows than examples")
     exact = [length([row]) for row in rows]

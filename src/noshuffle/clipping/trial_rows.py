@@ -39,7 +39,7 @@ def finite_rows(batch: Batch, *picks: int) -> Batch:
             return t
         return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
 
-    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index)))
+    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index, device="cpu")))
     return cleaned
 
 
@@ -54,7 +54,7 @@ def usual(rows: Batch) -> Tensor:
     One example must not decide how the others are added up, which rounds them otherwise: rules and
     autograd need not agree where squares overflow.
     """
-    fine = torch.ones(batch_size(rows), dtype=torch.bool)
+    fine = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     for t in tree_leaves(rows):
         if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
             largest = t.detach().reshape(len(t), -1).abs().amax(1).double().cpu()
@@ -64,7 +64,7 @@ def usual(rows: Batch) -> Tensor:
 
 def filled(rows: Batch, part: Tensor) -> Batch:
     """As many rows, all of them from a part."""
-    return take(rows, part[torch.arange(batch_size(rows)) % len(part)])
+    return take(rows, part[torch.arange(batch_size(rows), device="cpu") % len(part)])
 
 
 def unlike_pair(batch: Batch) -> Batch:
@@ -90,7 +90,7 @@ def unlike_pair(batch: Batch) -> Batch:
             )
         return torch.cat([t[:1], _backwards(t[1:])]) if alike else t
 
-    pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other])))
+    pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other], device="cpu")))
     if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
         raise NotNow("all examples of the batch are the same")
     return pair
@@ -213,7 +213,7 @@ def _first_of(one: Any, other: Any) -> Any:
 def lengths(batch: Batch) -> Tensor:
     """How much of every example is no padding, as far as that shows: entries along the second axis
     that are not the same as all before, or behind, them; of all tensors together."""
-    found = torch.zeros(batch_size(batch), dtype=torch.int64)
+    found = torch.zeros(batch_size(batch), dtype=torch.int64, device="cpu")
     for t in tree_leaves(batch):
         if not isinstance(t, Tensor) or t.dim() < 2 or t.shape[1] < 2 or not t.numel():
             continue

@@ -82,7 +82,7 @@ class LearningStream(OneOwner):
         self.rows = self.steps = self._in_phase = self._phase_steps = self._held = 0
         #: Rows that were admitted and did not come yet.
         self._due = 0
-        self._sum = torch.zeros(rule.size, dtype=torch.float64)
+        self._sum = torch.zeros(rule.size, dtype=torch.float64, device="cpu")
         self._waiting = WaitingRows()
         #: What brings rows inside their bounds, just before they are summed; None: they are.
         self.row_map_fn: Callable[[Any], Any] | None = None

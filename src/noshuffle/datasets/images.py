@@ -58,8 +58,8 @@ Bytes = NDArray[np.uint8]
 def digits() -> DataSet:
     """1,797 handwritten digits of 8 × 8 pixels; the last 360 rows are held out."""
     x, y = _shipped_digits()
-    images = torch.tensor(x, dtype=torch.float32).reshape(-1, 1, 8, 8) / 8 - 1
-    labels = torch.tensor(y, dtype=torch.int64)
+    images = torch.tensor(x, dtype=torch.float32, device="cpu").reshape(-1, 1, 8, 8) / 8 - 1
+    labels = torch.tensor(y, dtype=torch.int64, device="cpu")
     train, held = slice(0, 1437), slice(1437, None)
     return DataSet("digits", "image", images[train], labels[train], images[held], labels[held], 10)
 

@@ -69,6 +69,9 @@ def _read(
         columns.append((column[:, None] == np.arange(len(values))).astype(np.float64))
     table = np.concatenate([*columns, np.ones((len(y), 1))], axis=1)
     table = table / np.maximum(np.linalg.norm(table, axis=1, keepdims=True), 1.0)
-    x, labels = torch.tensor(table, dtype=torch.float32), torch.tensor(y.astype(np.int64))
+    x, labels = (
+        torch.tensor(table, dtype=torch.float32, device="cpu"),
+        torch.tensor(y.astype(np.int64), device="cpu"),
+    )
     held = torch.from_numpy(is_test)
     return DataSet(name, "table", x[~held], labels[~held], x[held], labels[held], 2)

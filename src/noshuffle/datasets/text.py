@@ -76,4 +76,6 @@ def shakespeare(*, length: int = 80, most_windows: int = 16) -> DataSet:
         units += [] if is_held else [unit] * len(windows)
     train, test = (torch.from_numpy(np.concatenate(parts[is_held])) for is_held in (False, True))
     tensors = train[:, :-1], train[:, 1:], test[:, :-1], test[:, 1:]
-    return DataSet("shakespeare", "text", *tensors, len(ENGLISH) + 1, units=torch.tensor(units))
+    return DataSet(
+        "shakespeare", "text", *tensors, len(ENGLISH) + 1, units=torch.tensor(units, device="cpu")
+    )

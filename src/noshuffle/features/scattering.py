@@ -32,7 +32,7 @@ CHANNELS, TOGETHER = 1 + SCALES * ANGLES + ANGLES**2 * SCALES * (SCALES - 1) // 
 
 def _gaussian(size: tuple[int, int], sigma: float, *, angle: float, slant: float) -> Tensor:
     """exp(−|u|²/2σ²) around the origin of a torus, narrower along `angle` by `slant`."""
-    rows, columns = (torch.arange(-2 * n, 3 * n, dtype=torch.float64) for n in size)
+    rows, columns = (torch.arange(-2 * n, 3 * n, dtype=torch.float64, device="cpu") for n in size)
     along = rows[:, None] * math.sin(angle) + columns * math.cos(angle)
     across = rows[:, None] * math.cos(angle) - columns * math.sin(angle)
     return torch.exp(-(along.square() + (slant * across).square()) / (2 * sigma**2))
@@ -46,7 +46,7 @@ def _morlet(size: tuple[int, int], scale: int, angle: float) -> Tensor:
     """The Fourier transform of a wavelet of mean zero, real."""
     sigma, slant, frequency = 0.8 * 2**scale, 4.0 / ANGLES, 0.75 * math.pi / 2**scale
     bell = _gaussian(size, sigma, angle=angle, slant=slant)
-    rows, columns = (torch.arange(-2 * n, 3 * n, dtype=torch.float64) for n in size)
+    rows, columns = (torch.arange(-2 * n, 3 * n, dtype=torch.float64, device="cpu") for n in size)
     phase = frequency * (rows[:, None] * math.sin(angle) + columns * math.cos(angle))
     wave, bell = _folded(bell * torch.exp(1j * phase), size), _folded(bell, size)
     wave = (wave - wave.sum() / bell.sum() * bell) * slant / (2 * math.pi * sigma**2)

@@ -240,10 +240,10 @@ class Rounds:
         return ClippedSum(
             values={name: piece.reshape(shape) for (name, shape), piece in pieces},
             bound=now.clip_norm,
-            norms=torch.tensor([norm for _, norm, _ in parts], dtype=torch.float64),
-            losses=torch.empty(0),
-            bad=torch.tensor([is_bad for _, _, is_bad in parts], dtype=torch.bool),
-            present=torch.ones(len(parts), dtype=torch.bool),
+            norms=torch.tensor([norm for _, norm, _ in parts], dtype=torch.float64, device="cpu"),
+            losses=torch.empty(0, device="cpu"),
+            bad=torch.tensor([is_bad for _, _, is_bad in parts], dtype=torch.bool, device="cpu"),
+            present=torch.ones(len(parts), dtype=torch.bool, device="cpu"),
         )
 
     @in_turn

@@ -142,7 +142,9 @@ class Fused:
         for dtype, owners in tables.owners:
             self._launch(tables, dtype, owners, self._targets, programs=0)
         if self._spare is None and self._device.type == "cuda":
-            pinned = torch.zeros(len(self._targets), dtype=torch.int64, pin_memory=True)
+            pinned = torch.zeros(
+                len(self._targets), dtype=torch.int64, pin_memory=True, device="cpu"
+            )
             self._spare = (pinned, torch.zeros_like(self._targets))
 
     def announce(self, *, step: int, count: int, counts_itself: bool = False) -> None:
@@ -209,7 +211,7 @@ class Fused:
         """A table of its own for a graph, copied from pinned memory that stays as it is."""
         assert self._spare is not None
         pinned, table = self._spare
-        pinned[: len(addresses)] = torch.tensor(addresses, dtype=torch.int64)
+        pinned[: len(addresses)] = torch.tensor(addresses, dtype=torch.int64, device="cpu")
         table.copy_(pinned, non_blocking=True)
         self._captured.append(self._spare)
         self._spare = None
@@ -262,7 +264,9 @@ def _element(dtype: torch.dtype) -> Any:
 def _keys(names: Sequence[str], source: Source) -> Tensor:
     """Key (2) and tag (2) of every tensor under every key of the ring: regions × segments × 4."""
     rows = [split_seed(source.seed(name, s)) for name in names for s in range(source.segments)]
-    return torch.tensor(rows, dtype=torch.int64).reshape(len(names), source.segments, 4)
+    return torch.tensor(rows, dtype=torch.int64, device="cpu").reshape(
+        len(names), source.segments, 4
+    )
 
 
 def _regions(

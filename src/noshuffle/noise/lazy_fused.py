@@ -78,7 +78,7 @@ class FusedLazyNoise(LazyNoise):
         fresh = torch.empty((count, 4 * drawn), dtype=torch.float32, device=self._device)
         coins = torch.empty((count, 4 * coined), dtype=torch.float32, device=self._device)
         words = [*split_seed(self._draws.seed(step)), self._draws.blocks, drawn, step]
-        self._words.copy_(torch.tensor(words))
+        self._words.copy_(torch.tensor(words, device="cpu"))
         kernels, blocks, elements = lazy_kernels, count * drawn, count * width
         is_cuda = self._device.type == "cuda" and torch.version.hip is None
         self._is_broken = True

@@ -64,7 +64,9 @@ class DeviceThreshold:
         if self._threshold.on_device is self:
             return
         now = self._threshold.state
-        self._state.copy_(torch.tensor([now.threshold, now.estimate], dtype=torch.float64))
+        self._state.copy_(
+            torch.tensor([now.threshold, now.estimate], dtype=torch.float64, device="cpu")
+        )
         self._scale_()
 
     def announce(self, step: int) -> None:

@@ -193,7 +193,7 @@ class DigestRing:
         self._device = device
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
         # A sector of 32 bytes for each, on a border of 32.
-        spare = torch.zeros(self.SLOTS * 4 + 4, dtype=torch.int64, pin_memory=True)
+        spare = torch.zeros(self.SLOTS * 4 + 4, dtype=torch.int64, pin_memory=True, device="cpu")
         first = -spare.data_ptr() // 8 % 4
         self._ring = spare[first : first + self.SLOTS * 4].view(self.SLOTS, 4)
         self._seen = self._ring.numpy()

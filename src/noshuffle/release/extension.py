@@ -178,8 +178,8 @@ def _rewrite(path: Path, state: dict[str, Any], ledger: Ledger, plan: Plan) -> N
         noise = {**noise, "recipe": fingerprint(recipe), "horizon": plan.steps, "scale": scale}
         count = StepPlans.of(recipe).buffers  # a coming phase may have more of them, empty so far
         for name, shape in noise["shapes"].items() if count else ():
-            own = noise["buffers"].get(name, torch.zeros(0, *shape))
-            more = torch.zeros(max(count - len(own), 0), *shape)
+            own = noise["buffers"].get(name, torch.zeros(0, *shape, device="cpu"))
+            more = torch.zeros(max(count - len(own), 0), *shape, device="cpu")
             noise["buffers"] = {**noise["buffers"], name: torch.cat([own, more])}
     size = state["batch_size"]
     if str(size) != facts["batch_size"]:

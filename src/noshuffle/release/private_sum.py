@@ -187,7 +187,7 @@ class PrivateSum(OneOwner):
             tensors = tuple(rows[key] for key in sorted(rows))
             name = fingerprint.of_batch(tensors, None, secret=release.secret)
         admission = release.admit(step, own, name, drop=self._drop)
-        keep = torch.full((size,), not admission.is_empty)
+        keep = torch.full((size,), not admission.is_empty, device="cpu")
         if admission.keep is not None and not admission.is_empty:
             keep = torch.from_numpy(admission.keep)
         groups = own if self.plan.unit == "user" else None

@@ -127,7 +127,7 @@ def _other_batches(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """
     picks = torch.Generator().manual_seed(0)
     for _ in range(4):
-        stays = torch.rand(len(x), generator=picks).to(x.device) < 0.5
+        stays = torch.rand(len(x), generator=picks, device="cpu").to(x.device) < 0.5
         rows = stays.reshape(-1, *[1] * (x.dim() - 1))
         yield stays, x.where(rows, x.roll(1, 0))
         yield stays, x.where(rows, torch.zeros_like(x))

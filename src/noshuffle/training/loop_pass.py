@@ -115,7 +115,9 @@ def check_factors(passes: list[Pass], before: float | None) -> float | None:
             f"the losses of one step were multiplied by different numbers ({smallest:g} to "
             f"{largest:g}); leave the factors out: parts of a batch are added up as they are"
         )
-    ratio = torch.tensor(1.0 if before is None else largest / before, dtype=torch.float64)
+    ratio = torch.tensor(
+        1.0 if before is None else largest / before, dtype=torch.float64, device="cpu"
+    )
     half = float(torch.frexp(ratio).mantissa)
     if min(abs(half - 0.5), abs(half - 1.0)) > 1e-6:
         raise InvalidInput(

@@ -136,7 +136,7 @@ def is_number(factor: Any) -> bool:
     if factor.dim() or factor.dtype not in (torch.float64, torch.int64, torch.bool):
         return False
     narrow = torch.float16 if factor.is_floating_point() else torch.uint8
-    return torch.result_type(factor, torch.zeros((), dtype=narrow)) is narrow
+    return torch.result_type(factor, torch.zeros((), dtype=narrow, device="cpu")) is narrow
 
 
 def _is_everything(node: Any) -> bool:
@@ -150,4 +150,4 @@ def _is_everything(node: Any) -> bool:
     if not node.name().startswith("IndexBackward"):
         return False
     rows, sizes = node._saved_indices[0], node._saved_self_sym_sizes
-    return rows is None or torch.equal(rows.cpu(), torch.arange(sizes[0]))
+    return rows is None or torch.equal(rows.cpu(), torch.arange(sizes[0], device="cpu"))

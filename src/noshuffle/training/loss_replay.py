@@ -132,7 +132,7 @@ class Repetition:
         self, trace: LossTrace, loss: Tensor, gradient: Tensor | None, *, is_all: bool
     ) -> None:
         self._trace, self._loss, self._gradient = trace, loss, gradient
-        self._rows = torch.arange(len(trace.outputs[0]))
+        self._rows = torch.arange(len(trace.outputs[0]), device="cpu")
         self._fixed = constant_tensors(trace.calls, self._rows, trace.inputs, is_all=is_all)
         self._tainted, self._finite = self._dependent()
         #: By number of a read: the constants that are functions of what was read.
@@ -180,7 +180,7 @@ class Repetition:
     def is_coupled(self) -> bool:
         """Whether c of a row changes with other rows."""
         size = len(self._rows)
-        bits = ((self._rows[:, None] >> torch.arange(size.bit_length())) & 1).bool().T
+        bits = ((self._rows[:, None] >> torch.arange(size.bit_length(), device="cpu")) & 1).bool().T
         sets = [at for bit in bits for at in (bit, ~bit) if 0 < int(at.sum()) < size]
         for at in sets:
             other = torch.where(at, (self._rows + 1) % size, self._rows)
@@ -207,7 +207,7 @@ class Repetition:
             now = self._sent(Exchange(self._rows), other)
         except FAILURES:
             return True
-        return self._differs(now, torch.zeros(len(self._rows), dtype=torch.bool))
+        return self._differs(now, torch.zeros(len(self._rows), dtype=torch.bool, device="cpu"))
 
     def _late(self) -> list[Constant]:
         """Numbers of many digits, and arrays of NumPy, that came up after the first read."""

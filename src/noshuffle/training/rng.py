@@ -25,7 +25,11 @@ def rng_state() -> dict[str, Any]:
         "torch": torch.get_rng_state(),
         "numpy": torch.from_numpy(np.asarray(words, dtype=np.int64)),
         "numpy_rest": [int(place), int(has_gauss), float(gauss)],
-        "python": [version, torch.tensor(numbers), spare],  # 625 values would be pickled one by one
+        "python": [
+            version,
+            torch.tensor(numbers, device="cpu"),
+            spare,
+        ],  # 625 values would be pickled one by one
     }
     if torch.cuda.is_available():
         state["cuda"] = torch.cuda.get_rng_state_all()
@@ -38,6 +42,6 @@ def restore_rng(state: Mapping[str, Any]) -> None:
     words, (place, has_gauss, gauss) = state["numpy"].numpy().astype(np.uint32), state["numpy_rest"]
     np.random.set_state(("MT19937", words, place, has_gauss, gauss))  # noqa: NPY002
     version, numbers, spare = state["python"]
-    random.setstate((version, tuple(torch.as_tensor(numbers).tolist()), spare))
+    random.setstate((version, tuple(torch.as_tensor(numbers, device="cpu").tolist()), spare))
     if "cuda" in state and torch.cuda.is_available():
         torch.cuda.set_rng_state_all(state["cuda"])

@@ -277,7 +277,10 @@ def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> N
     size = sum(c[fine].double().square().sum() for c in one.sent_back.values())
     is_low = one.cast or one.inner.dtype != torch.float32
     share = 5e-2 if is_low else 1e-5 if is_moved else 1e-3
-    gap, scale = (first - again).norm(), first.norm() + 1e-3 * torch.as_tensor(size).sqrt()
+    gap, scale = (
+        (first - again).norm(),
+        first.norm() + 1e-3 * torch.as_tensor(size, device=first.device).sqrt(),
+    )
     if bool((gap > share * scale) | gap.isnan()):
         why = MASKS.format(why="in parts or one by one, see private.fallbacks")
         raise Unsupported(MOVED if is_moved else why)

@@ -611,6 +611,37 @@ def test_every_form_of_the_sum_agrees_with_the_engine(case, kind):
         )
 
 
+@pytest.mark.parametrize("most", [0, 8 * 300])
+def test_wide_layers_beside_the_matrix_have_the_same_sum(monkeypatch, most):
+    """Linear layers from a size on are products by themselves; rows without weight hold NaN."""
+    g = torch.Generator().manual_seed(most)
+    sizes = {"wide": (40, 30), "small": (5, 7)}
+    keep = torch.rand(8, generator=g) < 0.7
+    keep[1] = False
+    forms, like = {}, {}
+    for name, (o, i) in sizes.items():
+        a, back = torch.randn(8, 1, i, generator=g), 3 * torch.randn(8, 1, o, generator=g)
+        a[1], back[2] = torch.nan, torch.inf
+        forms[name] = [OuterGradient(a, back, (o, i))]
+        like[name] = torch.zeros(o, i)
+    forms["bias"], like["bias"] = [DenseGradient(torch.randn(8, 5, generator=g))], torch.zeros(5)
+
+    def found():
+        flat = Flattened(forms, like, aim=2.0)
+        return flat._others, flat(forms, torch.ones(8), keep)
+
+    others, want = found()
+    assert not others
+    monkeypatch.setattr("noshuffle.training.compiled.flat.MOST_PAIRED", most)
+    others, got = found()
+    assert others == (list(sizes) if most == 0 else ["wide"])
+    assert torch.equal(got.bad, want.bad)
+    assert got.bad.tolist() == (keep & (torch.arange(8) == 2)).tolist()
+    torch.testing.assert_close(got.norms, want.norms)
+    for name, value in want.values.items():
+        torch.testing.assert_close(got.values[name], value, rtol=1e-5, atol=1e-6)
+
+
 @pytest.mark.slow
 def test_the_fused_form_agrees_too():
     model, (x, y) = network(), data(6)

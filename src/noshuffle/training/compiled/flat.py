@@ -43,6 +43,9 @@ from noshuffle.training.compiled.staged import StagedUsers
 
 #: A gradient is written out up to this many numbers of one example; a whole matrix up to so many.
 MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
+#: Rows × numbers of a linear layer from which on a product by itself is faster than the kernel,
+#: which takes small ones of all layers at once.
+MOST_PAIRED = 2**26
 #: A program takes the norm of a row, so longer gradients that are written out stay by themselves.
 MOST_WRITTEN = 2**17
 ROWS, COLUMNS, OUTPUTS, INPUTS, BLOCK = 32, 64, 16, 64, 1024
@@ -76,7 +79,7 @@ def _kind(forms: Sequence[GradientForm], size: int, most: int, *, by_user: bool)
         return "other" if forms else "none"
     form = forms[0]
     if isinstance(form, OuterGradient) and form.a.shape[1] == 1:
-        return "pair"
+        return "pair" if by_user or len(form.a) * size <= MOST_PAIRED else "other"
     if getattr(form, "is_fused", False):
         return "dense" if by_user and size <= most else "other"
     written = isinstance(form, DenseGradient) or bool(getattr(form, "written", ()))

@@ -167,7 +167,7 @@ class Signal:
 
     def __init__(self, device: torch.device, *, captures: bool) -> None:
         self._tick = torch.zeros(1, dtype=torch.int64, device=device)
-        self._copy = torch.zeros(1, dtype=torch.int64, pin_memory=captures)
+        self._copy = torch.zeros(1, dtype=torch.int64, pin_memory=captures, device="cpu")
         self._told = self._copy.numpy()
         self._expected = 0
         self._device = device

@@ -106,7 +106,7 @@ class Program(BatchBuffers):
         self._held: list[Held] = []
 
     def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
-        return torch.zeros(shape, dtype=dtype, pin_memory=self.captures)
+        return torch.zeros(shape, dtype=dtype, pin_memory=self.captures, device="cpu")
 
     @property
     def values(self) -> dict[str, Tensor]:

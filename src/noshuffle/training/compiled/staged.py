@@ -37,7 +37,7 @@ class StagedUsers:
         self.capacity, self.count, self._is_mean = capacity, 0, is_mean
         # Rows user by user, then where the rows of each user begin.
         self._table = torch.zeros(2 * capacity + 1, dtype=torch.int32, device=device)
-        self.units = torch.zeros(capacity, dtype=torch.int64)
+        self.units = torch.zeros(capacity, dtype=torch.int64, device="cpu")
         self._last = b""
 
     def stage(self, whose: Ids, keep: Mask | None) -> None:
@@ -79,7 +79,7 @@ class StagedUsers:
             )  # fmt: skip
             return out, own, present
         many = (starts[1:] - starts[:-1]).long()
-        owner = torch.repeat_interleave(torch.arange(users), many)
+        owner = torch.repeat_interleave(torch.arange(users, device="cpu"), many)
         rows = self._table[: len(owner)].long()
         out = matrix.new_zeros(users, width).index_add_(0, owner, matrix[rows])
         own = losses.new_zeros(users).index_add_(0, owner, losses[rows] * 0.0)

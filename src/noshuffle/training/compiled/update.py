@@ -202,7 +202,7 @@ class FusedAdam(_Rated):
 
     def _begin(self, p: Tensor, group: dict[str, Any], state: dict[str, Any]) -> None:
         if not state:  # as torch makes it in the first step
-            state["step"] = torch.zeros((), dtype=torch.float32)
+            state["step"] = torch.zeros((), dtype=torch.float32, device="cpu")
             for moment in ("exp_avg", "exp_avg_sq"):
                 state[moment] = torch.zeros_like(p, memory_format=torch.preserve_format)
 
