@@ -35,6 +35,7 @@ from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
+from noshuffle.clipping.host_trial import tried_on_host
 from noshuffle.clipping.isolation_check import tried
 from noshuffle.clipping.later_looks import LaterLooks, mixes_at
 from noshuffle.clipping.layers import (
@@ -355,6 +356,7 @@ def _tried(
     allowed = tried(model, loss_fn, batch, forms_of)
     few = first_rows(batch)
     pair_in_place(model, forms_of, unlike_pair(take(few, usual(few))))
+    tried_on_host(model, loss_fn, batch, forms_of)
     return layout, allowed
 
 

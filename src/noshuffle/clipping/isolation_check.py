@@ -5,7 +5,8 @@ Two facts are checked on real rows of the first batch, under the same random num
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
               also with a third example in the batch, with up to twelve, and beside an extreme one
               (10⁴ times as large, infinite, NaN: on a CPU) or one that was cut short (zeros in the
-              place of its second half; labels −100, −1: on a CPU); the gradient of both losses is
+              place of its second half; labels −100, −1: on a CPU, which models on a GPU are lent to
+              by `host_trial`); the gradient of both losses is
               the sum of the gradients, however large one of them is, and that of the first is the
               same with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients

@@ -41,6 +41,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn import parameter
+from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping.products import HALF
 from noshuffle.errors import Unsupported
@@ -181,6 +182,16 @@ def _named_tensors(model: nn.Module) -> dict[str, Tensor]:
         for key, value in holder.items()
         if value is not None
     }
+
+
+def kept_tensors(model: nn.Module) -> list[Tensor]:
+    """Every tensor of a model: parameters, buffers, and what attributes of its modules hold."""
+    found: dict[int, Tensor] = {}
+    for module in model.modules():
+        own = {k: v for k, v in vars(module).items() if k not in _OF_TORCH}
+        held = (module._parameters, module._buffers, own)
+        found |= {id(t): t for t in tree_leaves(held) if isinstance(t, Tensor)}
+    return list(found.values())
 
 
 def _are_too_many(tensors: Iterable[Tensor]) -> bool:
