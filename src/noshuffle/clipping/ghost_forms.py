@@ -19,8 +19,8 @@ the model beforehand (`layers`, layout, route) and checks it. State: what a rout
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any
 
@@ -32,6 +32,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.conv_input import inputs_by_convolution
 from noshuffle.clipping.forms import DenseGradient, GradientForm
+from noshuffle.clipping.kept_inputs import cast_early, ordered_early
 from noshuffle.clipping.layers import (
     CallAxes,
     ExampleAxes,
@@ -210,28 +211,6 @@ def written_out(
     return {name: wide(grad) for name, grad in mapped.items()}
 
 
-def _cast(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    if not args or not isinstance(args[0], Tensor) or args[0].dtype != torch.float32:
-        return None
-    kind = args[0].device.type
-    if not torch.is_autocast_enabled(kind):
-        return None
-    return (args[0].to(torch.get_autocast_dtype(kind)), *args[1:])
-
-
-@contextmanager
-def cast_early(layers: Iterable[nn.Module]) -> Iterator[None]:
-    """Cast the inputs of linear maps before the call, where autocast would cast them inside.
-
-    The numbers are the same, and the copy that autograd keeps is the one that clipping reads.
-    """
-    with ExitStack() as stack:
-        for layer in layers:
-            if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
-                stack.callback(layer.register_forward_pre_hook(_cast).remove)
-        yield
-
-
 def ghost_forms(
     model: nn.Module,
     loss_fn: Loss,
@@ -258,11 +237,12 @@ def ghost_forms(
     watch = watching(model, layers.watched, run.seen, tape, inside=layers.rewritten.values())
     write = as_written(model) if names is None else nullcontext()
     cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
+    turn = ordered_early(layers.ruled.values())
     lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
     repeats = torch.backends.cudnn.deterministic
     back = inputs_by_convolution(layers.ruled.values()) if repeats else nullcontext()
-    with torch.enable_grad(), write, watch, cast, lay, pool, back:
+    with torch.enable_grad(), write, watch, cast, turn, lay, pool, back:
         losses = batch_losses(model, loss_fn, batch, size=size)
         if not losses.requires_grad:
             must_depend(losses)
