@@ -15,7 +15,7 @@ from torch import nn
 from noshuffle.clipping import Ghost, host_trial
 from noshuffle.clipping import ghost as ghost_module
 from noshuffle.clipping.factor import Flat
-from noshuffle.clipping.host_trial import can_be_lent, lent, tried_on_host
+from noshuffle.clipping.host_trial import is_elsewhere, lent, tried_on_host
 
 CLIP = Flat(0.2)
 IGNORED = next(odd for odd in MIXING if odd.name == "mean over kept labels")
@@ -42,7 +42,7 @@ def on_a_gpu(request, monkeypatch) -> bool:
             for name in names:
                 patch.setattr(f"noshuffle.clipping.{name}.extremes", trial_rows.extremes)
                 patch.setattr(f"noshuffle.clipping.{name}.cut_short", trial_rows.cut_short)
-            asks(*given)
+            return asks(*given)
 
     monkeypatch.setattr(ghost_module, "tried_on_host", with_all_rows)
     return is_asked
@@ -97,23 +97,43 @@ def test_everything_is_lent_and_comes_back() -> None:
         assert torch.equal(t, values)
 
 
-def test_who_is_asked(monkeypatch) -> None:
-    model, rows = nn.Linear(3, 3), (torch.ones(2, 3),)
-    assert not can_be_lent(model, rows)  # it is on the CPU
-    monkeypatch.setattr(torch.Tensor, "is_cuda", True)
-    assert can_be_lent(model, rows)
+def ones(x: torch.Tensor) -> torch.Tensor:
+    return torch.ones(3)
+
+
+def fails(x: torch.Tensor) -> torch.Tensor:
+    raise RuntimeError("found at least\n two devices")
+
+
+class Plus(nn.Module):
+    def __init__(self, more) -> None:
+        super().__init__()
+        self.linear, self.more = nn.Linear(3, 3), more
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.linear(x) + self.more(x)
+
+
+def asked(model: nn.Module) -> str:
+    rows = torch.randn(4, 3, device="cpu"), torch.tensor([0, 1, 2, 0], device="cpu")
+    return tried_on_host(model, F.cross_entropy, rows, lambda *_: {}, is_asked=lambda *_: True)
+
+
+def test_who_is_not_asked_is_told_of(monkeypatch) -> None:
+    assert not is_elsewhere(nn.Linear(3, 3), (torch.ones(2, 3),))
+    assert asked(Plus(ones)) == ""
+    assert asked(Plus(fails)).endswith("(found at least two devices)")
     monkeypatch.setattr(host_trial, "MOST", 11)
-    assert not can_be_lent(model, rows)
+    assert asked(Plus(ones)).endswith("(more than 11 numbers)")
 
 
-def test_a_model_that_does_not_run_there_is_not_asked() -> None:
-    class Placed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.linear = nn.Linear(3, 3)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            raise RuntimeError("found at least two devices")
-
-    rows = torch.randn(4, 3), torch.randint(3, (4,))
-    tried_on_host(Placed(), F.cross_entropy, rows, dict, is_asked=lambda *_: True)
+def test_new_tensors_lie_on_the_cpu_whatever_the_default_is() -> None:
+    model = Plus(ones)
+    with torch.device("meta"):
+        assert asked(model) == ""
+        assert ones(model.linear.weight).is_meta
+    torch.set_default_device("meta")
+    try:
+        assert asked(model) == ""
+    finally:
+        torch.set_default_device(None)

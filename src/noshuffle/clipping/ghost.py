@@ -356,8 +356,8 @@ def _tried(
     allowed = tried(model, loss_fn, batch, forms_of)
     few = first_rows(batch)
     pair_in_place(model, forms_of, unlike_pair(take(few, usual(few))))
-    tried_on_host(model, loss_fn, batch, forms_of)
-    return layout, allowed
+    notes = (allowed, tried_on_host(model, loss_fn, batch, forms_of))
+    return layout, "; ".join(filter(None, notes))
 
 
 def _forms_of(model: nn.Module, loss_fn: Loss, layers: Layers, layout: ExampleAxes) -> FormsFn:

@@ -6,10 +6,10 @@ So `trial_rows` makes no such rows there, and a model whose examples mix beside 
 a running count, a mean over labels that count) would be taken at its word. Its tensors lie on the
 CPU while it is asked there, and are then as they were, in the memory that they had. A model that
 does not run there is not asked: it places tensors by itself, or its loss does. Nor is one with more
-than `MOST` numbers, for which that takes too long. No state.
+than `MOST` numbers, for which that takes too long. Both are said. No state.
 
 >>> model = nn.Linear(2, 2)
->>> with lent(model, move=torch.zeros_like):
+>>> with lent(model, move=lambda t: 0 * t):
 ...     bool(model.weight.any()), model.weight.requires_grad
 (False, True)
 >>> bool(model.weight.any())
@@ -24,6 +24,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping.isolation_check import REFUSALS, alone_still
@@ -36,6 +38,8 @@ from noshuffle.clipping.trial_rows import first_rows, unlike_pair, usual
 
 #: Numbers of a model that is tried on a CPU as well.
 MOST = 2**24
+THREADS = 4
+NOT_ASKED = "extreme rows and ignored labels were not tried on a CPU"
 
 
 @contextmanager
@@ -52,12 +56,32 @@ def lent(*owners: Any, move: Callable[[Tensor], Tensor] = Tensor.cpu) -> Iterato
             t.data = memory[key]
 
 
-def can_be_lent(model: nn.Module, rows: Batch) -> bool:
-    """Whether a model on a GPU is small enough to be asked on the CPU, and of plain tensors."""
-    held = kept_tensors(model)
-    is_plain = all(type(t) in (Tensor, nn.Parameter) for t in held)
-    is_there = any(isinstance(t, Tensor) and t.is_cuda for t in (*held, *tree_leaves(rows)))
-    return is_there and is_plain and sum(t.numel() for t in held) <= MOST
+@contextmanager
+def _by_few_threads() -> Iterator[None]:
+    """Few rows are no work for many threads, which other processes of the machine may have, too."""
+    many = torch.get_num_threads()
+    torch.set_num_threads(min(many, THREADS))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(many)
+
+
+class _OnHost(TorchFunctionMode):
+    """New tensors lie on the CPU, whatever device is the default; `torch.device("cpu")` inside
+    another such block does not do that in every version of torch."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = dict(kwargs or {})
+        if func in _device_constructors() and given.get("device") is None:  # type: ignore[no-untyped-call]
+            given["device"] = "cpu"
+        return func(*args, **given)
+
+
+def is_elsewhere(model: nn.Module, rows: Batch) -> bool:
+    """Whether a model, or its rows, are on a GPU."""
+    held = (*kept_tensors(model), *tree_leaves(rows))
+    return any(isinstance(t, Tensor) and t.is_cuda for t in held)
 
 
 def tried_on_host(
@@ -66,23 +90,32 @@ def tried_on_host(
     batch: Batch,
     forms_of: FormsFn,
     *,
-    is_asked: Callable[[nn.Module, Batch], bool] = can_be_lent,
-) -> None:
-    """Raise NotByLayer if examples of a model on a GPU mix beside rows that only a CPU is shown."""
+    is_asked: Callable[[nn.Module, Batch], bool] = is_elsewhere,
+) -> str:
+    """Raise NotByLayer if examples of a model on a GPU mix beside rows that only a CPU is shown.
+
+    Returns why it was not asked, in words; mostly nothing.
+    """
     if not is_asked(model, batch):
-        return
+        return ""
+    held = kept_tensors(model)
+    if sum(t.numel() for t in held) > MOST:
+        return f"{NOT_ASKED} (more than {MOST:,} numbers)"
+    if not all(type(t) in (Tensor, nn.Parameter) for t in held):
+        return f"{NOT_ASKED} (its tensors are of a kind of their own)"
     few = first_rows(batch)
     rows = tree_map(_on_host, take(few, usual(few)))
     try:
-        with put_back_after(model), lent(model, loss_fn), torch.device("cpu"):
+        with put_back_after(model), lent(model, loss_fn), _by_few_threads(), _OnHost():
             alone_still(model, loss_fn, rows, seed=FIXED[0])
             pair_in_place(model, forms_of, unlike_pair(rows))
     except NotNow:
-        return
+        return ""
     except NotByLayer:
         raise
-    except (*REFUSALS, TypeError, NotImplementedError):
-        return
+    except (*REFUSALS, TypeError) as error:
+        return f"{NOT_ASKED} ({' '.join(str(error).split())[:80]})"
+    return ""
 
 
 def _on_host(value: Any) -> Any:

@@ -24,6 +24,7 @@ from noshuffle.clipping.look_runs import new_seed
 from noshuffle.clipping.looks import Look, next_full, next_quick
 from noshuffle.clipping.objective import Batch, Loss, batch_size, take
 from noshuffle.clipping.per_example import PerExample
+from noshuffle.clipping.products import repeatable
 from noshuffle.clipping.row_check import HALVES, FormsFn, batch_in_place, has_norms
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import Unsupported
@@ -74,9 +75,10 @@ class LaterLooks:
             if is_full or is_new or self.is_random:
                 is_first = self.calls == 1 or not is_full
                 how = {"has_gradients": is_full, "is_first": is_first}
-                still_apart(model, loss_fn, batch, **how, seed=seed)
                 halves = HALVES if is_full else 1
-                batch_in_place(model, forms_of, batch, seed=seed, halves=halves)
+                with repeatable():  # as captured steps are, in what it needs, too
+                    still_apart(model, loss_fn, batch, **how, seed=seed)
+                    batch_in_place(model, forms_of, batch, seed=seed, halves=halves)
                 if self.calls > 1 and is_full:
                     engine.check_state(model, loss_fn, batch, in_batches=True, is_again=True)
                 engine.listeners.tell(model, Look(self.kind, size=size))

@@ -79,6 +79,18 @@ def exactly(device: torch.device) -> Iterator[None]:
                 matmul.fp32_precision = before
 
 
+@contextmanager
+def repeatable() -> Iterator[None]:
+    """Convolutions by algorithms that give the same bits every time, and need less memory."""
+    cudnn = torch.backends.cudnn
+    before = cudnn.benchmark, cudnn.deterministic
+    cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
+    try:
+        yield
+    finally:
+        cudnn.benchmark, cudnn.deterministic = before
+
+
 def wide(t: Tensor) -> Tensor:
     """At least single precision: norms and sums are never taken in half precision."""
     return t.float() if t.dtype in HALF else t

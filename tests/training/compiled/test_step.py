@@ -467,7 +467,7 @@ def test_which_rows_count_whatever_came_before(monkeypatch):
 
 NEWER_NAMES = """
 import torch
-from noshuffle.training.compiled.graphs import repeatable
+from noshuffle.clipping.products import repeatable
 from noshuffle.training.compiled.programs import _numerics
 cudnn, seen = torch.backends.cudnn, [_numerics()]
 for place, precision in ((torch.backends.cuda.matmul, "tf32"), (cudnn.conv, "ieee")):

@@ -21,10 +21,9 @@ from torch import Tensor
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.factor import SLACK, slack
 from noshuffle.clipping.objective import Criterion
-from noshuffle.clipping.products import HALF
+from noshuffle.clipping.products import HALF, repeatable
 from noshuffle.errors import InvalidInput
 from noshuffle.training.compiled.flat import Sums
-from noshuffle.training.compiled.graphs import repeatable
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.generators import generators

@@ -98,18 +98,6 @@ class BatchBuffers:
                 buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)
 
 
-@contextmanager
-def repeatable() -> Iterator[None]:
-    """Convolutions by algorithms that give the same bits every time."""
-    cudnn = torch.backends.cudnn
-    before = cudnn.benchmark, cudnn.deterministic
-    cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
-    try:
-        yield
-    finally:
-        cudnn.benchmark, cudnn.deterministic = before
-
-
 def warmed(do: Callable[[], Any], device: torch.device) -> None:
     """Run twice aside: libraries make plans and workspaces when first used, a capture must not."""
     side: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]

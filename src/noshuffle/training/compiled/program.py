@@ -19,6 +19,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from noshuffle.clipping.products import repeatable
 from noshuffle.errors import Unsupported
 from noshuffle.release import tags
 from noshuffle.release.device_threshold import DeviceThreshold
@@ -26,7 +27,7 @@ from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.release.guard import Mask
 from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
-from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, repeatable, warmed
+from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, warmed
 from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.update import Held, Update
 from noshuffle.training.step_parts import Parts
