@@ -74,6 +74,15 @@ def test_a_limit_stops_before_the_cell_that_would_pass_it(tmp_path: Path) -> Non
     assert outcome.is_whole
 
 
+def test_seconds_of_another_machine_say_nothing_of_this_one(tmp_path: Path) -> None:
+    clock, done = Clock(), list[str]()
+    store = Store(tmp_path / "r.json", "f", {})
+    compute(cells(clock, done)[:1], store, say=None, clock=clock)
+    store.record["cells"]["a"] |= {"on": "a slow machine", "seconds": 1000.0}
+    assert compute(cells(clock, done), store, within=6.9, say=None, clock=clock).is_whole
+    assert done == ["a", "b", "c"]
+
+
 def test_a_cell_without_what_it_needs_waits(tmp_path: Path) -> None:
     clock, done, said = Clock(), list[str](), list[str]()
     last = cells(clock, done)[2]

@@ -1,6 +1,7 @@
 """Compute the cells of a figure one by one: resumable, with the time left, within a limit.
 
-    seconds left = Σ over cells to do of cost · (seconds of one unit of its kind, measured so far)
+    seconds left = Σ over cells to do of cost · (seconds of one unit of its kind, measured so far
+                   on this machine)
 
 With `within`, no cell is begun that would end after the limit by that measure (a kind that nothing
 is known of is begun), so that a call ends cleanly and the next one goes on. State: the store.
@@ -14,7 +15,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from noshuffle.experiments.figure import Cell
-from noshuffle.experiments.store import Store
+from noshuffle.experiments.store import Store, machine
 
 Say = Callable[[str], None]
 
@@ -51,7 +52,7 @@ def compute(
     speeds = _Speeds()
     for cell in cells:
         kept = store.record["cells"].get(cell.key)
-        if kept is not None:
+        if kept is not None and kept.get("on") == machine(device):
             speeds.add(cell, kept["seconds"])
     todo = [cell for cell in cells if cell.key not in store.record["cells"]]
     stopped = ""
