@@ -17,6 +17,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -47,6 +48,7 @@ from noshuffle.errors import (
 from noshuffle.participation import BallsInBins, CyclicPoisson, Participation
 from noshuffle.release import account
 from noshuffle.release.account import Account
+from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
 from noshuffle.release.release import Release
@@ -661,14 +663,59 @@ def test_an_object_that_was_overtaken_leaves_the_account(budget: Budget, tmp_pat
     assert mu_of(budget) == pytest.approx(plan.mu(), rel=1e-12)
 
 
-def test_a_run_that_its_budget_refused_does_not_go_on_without_it(tmp_path: Path) -> None:
+def test_a_run_that_died_while_its_budget_refused_it_does_not_go_on_without_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     budget, plan = Budget(tmp_path / "budget", epsilon=1.0, delta=DELTA), plan_of(2.0)
+    monkeypatch.setattr(RunFolder, "withdraw", lambda *_: None)  # killed before it
     with pytest.raises(BudgetExceeded):
         PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run", budget=budget).add([1.0])
+    monkeypatch.undo()
     with pytest.raises(InvalidInput, match=r"draws on the budget .*; give budget="):
         PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run").add([1.0])
     with pytest.raises(BudgetExceeded):
         PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run", budget=budget).add([1.0])
+    assert (tmp_path / "run" / "plan.json").exists()  # of a run that was there before
+
+
+def test_a_run_that_its_budget_refused_leaves_nothing(tmp_path: Path) -> None:
+    """Keys, plan and a ledger stayed, bound to that budget: the folder took no other run."""
+    small = Budget(tmp_path / "small", epsilon=1.0, delta=DELTA)
+    large = Budget(tmp_path / "large", epsilon=4.0, delta=DELTA)
+    plan, run = plan_of(2.0), tmp_path / "runs" / "a"
+    with pytest.raises(BudgetExceeded):
+        PrivateSum(plan, clip=1.0, shape=(), run=run, budget=small)
+    assert not run.parent.exists()
+    assert not small.entries()
+    sums = PrivateSum(plan, clip=1.0, shape=(), run=run, budget=large)
+    sums.add([1.0], ids=[1])
+    sums.close()
+    with pytest.raises(InvalidInput, match="draws on the budget"):  # what was released stays
+        PrivateSum(plan, clip=1.0, shape=(), run=run, budget=small)
+    assert RunFolder(run).is_started
+    assert mu_of(large) > 0
+    # What a fork carries of its parent is no part of the run that was refused.
+    child = fork(run, tmp_path / "child")
+    with pytest.raises(BudgetExceeded):
+        PrivateSum(plan, clip=1.0, shape=(), run=child, budget=small)
+    assert [file.name for file in child.path.iterdir() if file.name != ".lock"] == [
+        "ancestors.json"
+    ]
+
+
+def test_a_run_that_fails_after_its_charge_stays_with_it(
+    budget: Budget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plan = plan_of()
+    with monkeypatch.context() as patch:
+        patch.setattr("noshuffle.release.account.expose", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sums_of(budget, plan, run=tmp_path / "run")
+    reserved = mu_of(budget)
+    assert reserved > 0
+    sums_of(budget, plan, run=tmp_path / "run")  # finds its place again
+    assert mu_of(budget) == reserved
+    assert len(budget.entries()) == 1
 
 
 @pytest.mark.parametrize("given", ["a folder", 4.0])

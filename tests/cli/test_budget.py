@@ -13,6 +13,7 @@ from noshuffle.accounting import gaussian
 from noshuffle.cli import main
 
 DELTA = "1e-5"
+UNITS = {"federated": "user"}
 
 
 def said(capsys: pytest.CaptureFixture[str]) -> dict[str, object]:
@@ -53,6 +54,28 @@ def test_a_run_that_was_killed_before_its_ledger_named_the_budget_goes_on_with_o
     assert "was begun with a budget; give --budget FOLDER again" in capsys.readouterr().err
     assert main([*again, "--budget", folder]) == 0
     assert "This is run 2 of 2 on this data" in str(said(capsys))
+
+
+@pytest.mark.parametrize("command", ["sum", "train", "federated"])
+def test_a_command_that_its_budget_refused_starts_with_a_larger_one(
+    command: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """`--out` said "is not empty; go on with --resume", which the budget refused again."""
+    lines = {
+        "sum": ["sum", table, "--clip", "1", "--columns", "a"],
+        "train": ["train", "--epochs", "1", "--batch-size", "500", "--model", "linear"],
+        "federated": ["federated", "--rounds", "2", "--clients-per-round", "5"],
+    }
+    for name, epsilon in [("small", 0.5), ("large", 4.0)]:
+        Budget(tmp_path / name, epsilon=epsilon, delta=1e-5, unit=UNITS.get(command))
+    out = tmp_path / "new" / "run"
+    line = [*lines[command], "--epsilon", "1", "--delta", DELTA, "--mechanism", "tree", "--json"]
+    line += ["--out", str(out), "--budget"]
+    assert main([*line, str(tmp_path / "small")]) == 2
+    assert "and the limit is 0.5" in capsys.readouterr().err
+    assert not out.parent.exists()
+    assert main([*line, str(tmp_path / "large")]) == 0
+    assert len(Budget(tmp_path / "large").entries()) == 1
 
 
 def test_commands_draw_on_a_budget(

@@ -13,7 +13,7 @@ from __future__ import annotations
 import json
 import tomllib
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import datetime
 from itertools import chain, count
 from pathlib import Path
@@ -102,7 +102,7 @@ def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -
     from noshuffle.release.folder import take
 
     config = {**settings, _DRAWS: True} if draws_on_budget else settings
-    made = [each for each in (home.path, *home.path.parents) if not each.exists()]
+    made = home.missing()
     home.path.mkdir(parents=True, exist_ok=True)
     lock = take(home.path)
     kept = read_json(home.config_file) if home.config_file.exists() else None
@@ -114,14 +114,7 @@ def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -
     except BaseException:
         if not home.is_started:
             home.config_file.unlink(missing_ok=True)
-            home.destroy_keys()
-            with suppress(OSError):  # somebody has put something into it
-                if home.checkpoints.exists():
-                    home.checkpoints.rmdir()
-                if made:
-                    (home.path / ".lock").unlink(missing_ok=True)
-                for each in made:
-                    each.rmdir()
+            home.clear(made)
         raise
     finally:
         del lock

@@ -26,7 +26,7 @@ import json
 import os
 import re
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +119,29 @@ class RunFolder:
         self.write_ring(ring)
         write_bytes(self.plan_file, plan.to_json().encode())
 
+    def withdraw(self, made: Iterable[Path] = ()) -> None:
+        """Take back what `begin` wrote, and the ledger, of a run that released nothing.
+
+        The plan goes first: killed in between, what is left is known as no run. `made`: see
+        `clear`.
+        """
+        self.plan_file.unlink(missing_ok=True)
+        for end in ("", "-wal", "-shm", "-journal"):
+            self.ledger_file.with_name(self.ledger_file.name + end).unlink(missing_ok=True)
+        self.clear(made)
+
+    def clear(self, made: Iterable[Path] = ()) -> None:
+        """Remove the keys, and the folders that were made for a run (innermost first) if nobody
+        uses them."""
+        self.destroy_keys()
+        with suppress(OSError):  # somebody has put something into it
+            if self.checkpoints.exists():
+                self.checkpoints.rmdir()
+            if made := tuple(made):
+                (self.path / ".lock").unlink(missing_ok=True)
+            for each in made:
+                each.rmdir()
+
     def refuse_strangers(self) -> None:
         """Raise where a run cannot begin: there is one, or somebody else's files are."""
         utf8(**{"the name of a run folder": self.path})  # reports and safetensors need it
@@ -128,6 +151,10 @@ class RunFolder:
         if self.is_started or strangers:
             what = "plan.json" if self.is_started else strangers[0]
             raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
+
+    def missing(self) -> list[Path]:
+        """The folders that would be made for a run here, innermost first."""
+        return [each for each in (self.path, *self.path.parents) if not each.exists()]
 
     def write_ring(self, ring: KeyRing, file: Path | None = None) -> None:
         """Keep the keys; durable when this returns."""

@@ -74,7 +74,7 @@ def open_run(
     Guarantees: when this returns, all draws that no released step has used are under keys that no
     other process has (test sources excepted), and these keys are on the disk, readable by their
     owner only. Raises where plan, source or evidence contradict each other, and where the run
-    would cost more than its `budget` has left.
+    would cost more than its `budget` has left; a new run that is refused leaves nothing behind.
     """
     if source is not None and not isinstance(source, Source):
         raise InvalidInput(
@@ -90,6 +90,7 @@ def open_run(
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     if not folder.is_started:
         folder.refuse_strangers()  # whose folder then stays as it is, without a lock
+    made = folder.missing()
     folder.path.mkdir(parents=True, exist_ok=True)
     lock = take(folder.path)  # before the first file: two that begin here would mix keys and plans
     is_new = not folder.is_started
@@ -121,7 +122,13 @@ def open_run(
         opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
         return _charged(opened, plan, budget)
     except BaseException:
-        ledger.let_go()
+        # One that never got its place in a budget leaves nothing in the way of the next try.
+        try:
+            is_refused = is_new and ledger.meta("budget") is None
+        finally:
+            ledger.let_go()
+        if is_refused:
+            folder.withdraw(made)
         raise
 
 
