@@ -20,7 +20,13 @@ from noshuffle.accounting import gaussian
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 from noshuffle.convex.losses import logistic
 from noshuffle.convex.solvers import dp_gd, ftrl_ls, noisy_max, objective_perturbation
-from noshuffle.errors import BudgetExceeded, InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.errors import (
+    BudgetExceeded,
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    Unsupported,
+)
 from noshuffle.federated import ServerOptimizer
 from noshuffle.release.repeated import RepeatedFit, sketch
 from noshuffle.training.many import Setting, Study
@@ -84,6 +90,19 @@ def test_repeated_fits_without_a_budget_warn() -> None:
     regression = PrivateLinearRegression(epsilon=1.0, target_bounds=(-1, 1), mechanism="tree")
     with pytest.warns(RepeatedFit):
         regression.fit(x[20:], x[20:, 0])
+
+
+def test_a_fit_that_was_refused_is_not_counted() -> None:
+    x, y = table(seed=int(np.random.SeedSequence().entropy % 2**32))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RepeatedFit)
+        for solver in ("gd", "ftrl"):
+            for _ in range(2):
+                with pytest.raises(NoshuffleError):
+                    model(solver=solver).fit(x, y, ids=[1] * len(y))
+        model().fit(x, y)
+    with pytest.warns(RepeatedFit, match="fit 2 of the same rows"):
+        model().fit(x, y)
 
 
 @pytest.mark.parametrize("kind", ["numbers", "coins", "one column"])

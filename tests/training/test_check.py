@@ -23,7 +23,7 @@ from noshuffle.auditing.answers import HOLDS
 from noshuffle.auditing.prefixes import audit_plan
 from noshuffle.budget import Budget
 from noshuffle.clipping import ModelLoss
-from noshuffle.errors import ParticipationViolation
+from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
@@ -158,6 +158,32 @@ def test_a_second_run_on_the_same_data_is_warned_of_unless_a_budget_counts_it(tm
             begin(x[:5], budget=budget)
     with pytest.warns(RepeatedFit, match="run 2 of the same rows"):
         begin(x[:5])
+
+
+@pytest.mark.parametrize("is_loop", [False, True])
+def test_a_run_whose_first_step_was_refused_is_not_counted(is_loop):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(200 + is_loop))
+    private = make(source=None)
+
+    def step(rows, ids):
+        if is_loop:
+            LOSS(private.model(rows), Y[:5]).backward()
+            private.optimizer.step(ids=ids)
+        else:
+            private.step(LOSS, rows, Y[:5], ids=ids)
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", RepeatedFit)
+        for _ in range(2):
+            with pytest.raises(InvalidInput, match="ids"):
+                step(x, [1, 2])
+        private.optimizer.zero_grad()
+        step(x, [1, 2, 3, 4, 5])
+    private.close()
+    private = make(source=None)
+    with pytest.warns(RepeatedFit, match="run 2 of the same rows") as told:
+        step(x, None)
+    assert {one.filename for one in told} == {__file__}
 
 
 def test_epsilon_of_a_part_of_an_epoch_and_the_statement_after_close():

@@ -42,7 +42,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, whole
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
-from noshuffle.release.repeated import warn_if_fitted_before
+from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.release.unit_ids import as_ids
 from noshuffle.statement import PrivacyStatement
 
@@ -131,7 +131,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         )
         if self.budget is None and self.test_seed is None:
             codes = [[hash(cell) % 2**50 for cell in row] for row in x[:, columns].tolist()]
-            warn_if_fitted_before(np.array(codes, dtype=np.float64))
+            remember(warn_if_fitted_before(np.array(codes, dtype=np.float64)))
         source = source_of(self.test_seed)
         said: dict[str, Any] = {
             "sensitivity": law.squared_sensitivity**0.5,

@@ -31,7 +31,7 @@ from noshuffle.convex.targets import check_labels
 from noshuffle.errors import InvalidInput, Unsupported, open_unit, positive
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
-from noshuffle.release.repeated import warn_if_fitted_before
+from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.strategies import identity
 
 
@@ -113,8 +113,9 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
             repeats = max(1, round(readings / 8))
             whole = RangeRule(rule, columns=p, clip_norm=rule.clip_norm, repeats=repeats)
         lead = whole.lead if isinstance(whole, RangeRule) else 0
+        own = frozenset[int]()
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            warn_if_fitted_before(x, stacklevel=4)
+            own = warn_if_fitted_before(x, stacklevel=4)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")
@@ -129,11 +130,14 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
             account=self.budget,
         )
         stream.admit(n, ids)
-        for index in range(lead + readings):
-            if index == lead:
-                self._rows = known or whole.row_map(None)  # type: ignore[attr-defined]
-                x = self._prepare(x, self._rows)
-            stream.feed(x, y)
+        try:
+            for index in range(lead + readings):
+                if index == lead:
+                    self._rows = known or whole.row_map(None)  # type: ignore[attr-defined]
+                    x = self._prepare(x, self._rows)
+                stream.feed(x, y)
+        finally:
+            remember(own if stream.steps else frozenset())
         stream.close()
         if not readings:
             self._rows = whole.row_map(None)  # type: ignore[attr-defined]

@@ -3,7 +3,8 @@
 Every fit has a sketch: the smallest of its rows' hashes, by a random vector of this process. Two
 tables that share many rows share many of their smallest hashes (Broder 1997), so the folds of a
 cross-validation are known for the same data, and tables that merely look alike are not. Nothing
-leaves the process, and the sketches say nothing of a row to whoever lacks the vector.
+leaves the process, and the sketches say nothing of a row to whoever lacks the vector. A fit warns
+before it releases something, and counts once it has.
 
 State: the sketches of the last fits of this process.
 """
@@ -62,11 +63,10 @@ def _hashes(x: Any, draws: NDArray[np.float64]) -> NDArray[np.uint64]:
     return hashes
 
 
-def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> None:
-    """Remember these rows, and warn if many of them were fitted before."""
+def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> frozenset[int]:
+    """Warn if many of these rows were fitted before; returns what to `remember` them by."""
     own = sketch(x)
     before = sum(len(own & other) > _ALIKE * min(len(own), len(other)) for other in _SEEN)
-    _SEEN.append(own)
     if before:
         warnings.warn(
             f"{what} {before + 1} of the same rows in this process: the privacy costs add up, and "
@@ -75,3 +75,10 @@ def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> 
             RepeatedFit,
             stacklevel=stacklevel,
         )
+    return own
+
+
+def remember(own: frozenset[int]) -> None:
+    """Count a fit that has released something; one that was refused costs nothing."""
+    if own:
+        _SEEN.append(own)

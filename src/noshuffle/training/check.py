@@ -18,6 +18,7 @@ import shutil
 import textwrap
 import warnings
 from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -31,7 +32,7 @@ from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
-from noshuffle.release.repeated import warn_if_fitted_before
+from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
 from noshuffle.training.generators import seeded
@@ -266,19 +267,26 @@ def slow_notes(fallbacks: Iterable[str]) -> list[str]:
     return [note for note in fallbacks if note.startswith(SLOW)]
 
 
-def warn_if_trained_before(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> None:
-    """At the first step: warn of a run on data that this process has trained on before.
+@contextmanager
+def first_step(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> Iterator[None]:
+    """Around the first step: warn of a run on data that this process has trained on before.
 
     Known by the first batch. Runs that draw on a budget are counted, and those of a test seed are
-    not private anyway.
+    not private anyway. A step that is refused releases nothing, so its run does not count.
     """
     is_counted = parts.release.charge is not None
-    if is_counted or parts.ledger.released or parts.ledger.bound().get("test_key") == "yes":
+    is_known = is_counted or parts.ledger.released or parts.ledger.bound().get("test_key") == "yes"
+    rows = None if is_known else first_rows(batch)
+    if rows is None:
+        yield
         return
-    rows = first_rows(batch)
-    if rows is not None:
-        flat = rows.reshape(len(rows), -1).double().cpu().numpy()
-        warn_if_fitted_before(flat, what="run", stacklevel=stacklevel)
+    flat = rows.reshape(len(rows), -1).double().cpu().numpy()
+    own = warn_if_fitted_before(flat, what="run", stacklevel=stacklevel)
+    try:
+        yield
+    finally:
+        if parts.ledger.released:
+            remember(own)
 
 
 def first_look(private: Any, size: int) -> None:

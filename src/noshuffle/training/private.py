@@ -49,7 +49,7 @@ from noshuffle.training.check import (
     LoaderCheck,
     check_loader,
     first_look,
-    warn_if_trained_before,
+    first_step,
 )
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
@@ -169,12 +169,13 @@ class Private(OneOwner):
             if self._parts.is_over or not batch or not callable(loss_fn):
                 self._parts.check_open()
                 check_call(loss_fn, batch)
-            self._advance(loss_fn, batch, ids)
+            if self._index:
+                return self._advance(loss_fn, batch, ids)
+            with first_step(self._parts, batch, stacklevel=6):
+                self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
         self._outcome = None
-        if not self._index:
-            warn_if_trained_before(self._parts, batch, stacklevel=6)
         if self._copies is not None:
             seed = self._parts.release.seed(self._index, COPIES)
             loss_fn, batch = self._copies.of(loss_fn, batch, ids, seed=seed)

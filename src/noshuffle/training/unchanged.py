@@ -36,7 +36,7 @@ from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.looks import Look, kind_of
 from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
-from noshuffle.training.check import warn_if_trained_before
+from noshuffle.training.check import first_step
 from noshuffle.training.generators import seeded
 from noshuffle.training.loop_pass import Pass, check_factors, inputs_of, size_of, versions
 from noshuffle.training.outputs import tensors_of
@@ -190,7 +190,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
             raise InvalidInput(WRITTEN)
         factor = check_factors(passes, self._factor)
         if is_first:
-            warn_if_trained_before(self._parts, inputs_of(passes[0]), stacklevel=4)
             self._warn_of_divisors(passes)
         if heard.warning:
             warnings.warn(heard.warning, ProbablyNotMeant, stacklevel=2)
@@ -198,7 +197,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
         at, is_zeroed, now = 0, heard.is_zeroed, versions(heard.own)
-        with self._accumulate() as step:
+        is_new = first_step(self._parts, inputs_of(passes[0]), stacklevel=5) if is_first else None
+        with is_new or nullcontext(), self._accumulate() as step:
             if is_first or (is_power and is_zeroed):  # else .grad holds more than this step's
                 _check_raw(self._parts, passes, factor, now)
             for one in passes:
