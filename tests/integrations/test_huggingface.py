@@ -396,6 +396,36 @@ def test_plans_and_collators_that_do_not_fit_are_refused(tmp_path):
         trainer(tmp_path, plan=whole).train(resume_from_checkpoint="somewhere")
 
 
+@pytest.mark.parametrize(
+    ("options", "rule"),
+    [
+        ({"max_steps": 4}, ns.SinglePass(4)),
+        ({"max_steps": 6}, ns.Epochs(1, 6)),
+        ({"max_steps": 8}, ns.MinSeparation(8, 6, 2)),
+        ({"max_steps": 12}, ns.Epochs(2, 6)),
+        ({"num_train_epochs": 1.5}, ns.MinSeparation(9, 6, 2)),
+        ({"num_train_epochs": 0.4}, ns.SinglePass(3)),
+    ],
+)
+def test_the_plan_is_for_the_steps_that_are_taken(tmp_path, options, rule):
+    """It was for whole epochs: more noise than the steps needed, or a smaller ε than was asked."""
+    args = arguments(tmp_path, **options)
+    assert participation_of(args, Sentences()) == rule
+    made = trainer(tmp_path, save_strategy="no", **options)
+    made.train()
+    assert made.private.steps_released == rule.steps == made.state.max_steps
+    assert made.statement().epsilon == made.plan.epsilon()
+    whole = _fitted(ns.Epochs(2, 6), "blt", "example")  # of before, or for more: as good
+    assert trainer(tmp_path, plan=whole, **options).plan is whole
+
+
+def test_a_plan_for_longer_epochs_is_refused_before_the_second_one(tmp_path):
+    plan = _fitted(ns.MinSeparation(9, 7, 2), "tree", "example")
+    with pytest.raises(InvalidInput, match="8 steps, 6 an epoch; the plan has 9, 7 an epoch"):
+        trainer(tmp_path, plan=plan, max_steps=8)
+    trainer(tmp_path, plan=plan, max_steps=6)
+
+
 def test_the_best_model_is_that_of_an_unbroken_run(tmp_path):
     """Stopped behind the best checkpoint; what is evaluated last is that one, of either run."""
     options = {"num_train_epochs": 1, "save_total_limit": 1, "eval_strategy": "steps"}

@@ -44,6 +44,7 @@ from noshuffle.integrations.huggingface_checks import (
     refuse,
     refuse_mixed_rows,
     refuse_other_data,
+    steps_per_epoch,
 )
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
@@ -342,7 +343,7 @@ def _is_plain(value: Any) -> bool:
 
 
 def _per_epoch(trainer: PrivateTrainer) -> int:
-    return participation_of(trainer.args, trainer.train_dataset).steps_per_epoch
+    return steps_per_epoch(trainer.args, trainer.train_dataset)
 
 
 def _without_loss(output: Any) -> Any:

@@ -23,24 +23,38 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
-from noshuffle.participation import Epochs, Restarted
+from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import of_batch
 from noshuffle.training.group.team import all_agree
 from noshuffle.training.rng import restore_rng, rng_state
 
 
-def participation_of(args: transformers.TrainingArguments, dataset: Any) -> Epochs:
-    """What one example may do in a training with these arguments: once in every epoch."""
+def participation_of(
+    args: transformers.TrainingArguments, dataset: Any
+) -> Epochs | SinglePass | MinSeparation:
+    """What one example may do in a training with these arguments: once in every epoch.
+
+    Where the last epoch is cut short (`max_steps`, epochs like 1.5), the steps that are taken and
+    no more: a plan for all of that epoch would have more noise than they need.
+    """
+    per_epoch = steps_per_epoch(args, dataset)
+    steps = args.max_steps
+    if steps <= 0:
+        steps = math.ceil(args.num_train_epochs * per_epoch)
+    epochs, rest = divmod(steps, per_epoch or 1)  # Epochs says that none are too few
+    if not rest:
+        return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
+    return MinSeparation(steps, per_epoch, epochs + 1) if epochs else SinglePass(steps)
+
+
+def steps_per_epoch(args: transformers.TrainingArguments, dataset: Any) -> int:
+    """Steps in which the data are read once."""
     size = part_size(args) * args.gradient_accumulation_steps
     rows = len(dataset)
     if args.dataloader_drop_last:
         rows -= rows % part_size(args)
-    per_epoch = -(-rows // size)
-    epochs = math.ceil(args.num_train_epochs)
-    if args.max_steps > 0:
-        epochs = -(-args.max_steps // per_epoch)
-    return Epochs(epochs=epochs, steps_per_epoch=per_epoch)
+    return -(-rows // size)
 
 
 def part_size(args: transformers.TrainingArguments) -> int:
@@ -197,13 +211,16 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
     data, rule = trainer.train_dataset, plan.participation
     rule = rule.participation if isinstance(rule, Restarted) else rule
     if hasattr(data, "__len__"):
-        wanted = participation_of(args, data)
-        steps = args.max_steps if args.max_steps > 0 else wanted.epochs * wanted.steps_per_epoch
-        per_epoch = rule.steps_per_epoch if isinstance(rule, Epochs) else wanted.steps_per_epoch
-        if steps > plan.steps or per_epoch != wanted.steps_per_epoch:
+        wanted, per_epoch = participation_of(args, data), steps_per_epoch(args, data)
+        planned, drops = per_epoch, trainer._options.get("on_violation") == "drop"
+        if isinstance(rule, Epochs):
+            planned = rule.steps_per_epoch
+        elif isinstance(rule, MinSeparation) and wanted.steps > per_epoch and not drops:
+            planned = max(per_epoch, rule.separation)  # a smaller one allows more
+        if wanted.steps > plan.steps or planned != per_epoch:
             raise InvalidInput(
-                f"the Trainer makes {steps} steps, {wanted.steps_per_epoch} an epoch; the plan has "
-                f"{plan.steps}, {per_epoch} an epoch; fit it for participation_of(args, dataset)"
+                f"the Trainer makes {wanted.steps} steps, {per_epoch} an epoch; the plan has "
+                f"{plan.steps}, {planned} an epoch; fit it for participation_of(args, dataset)"
             )
     if plan.unit == "user" and units is None:
         raise InvalidInput("a plan with unit='user' needs units=: whose each example is")
