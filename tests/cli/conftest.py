@@ -16,7 +16,7 @@ import pytest
 import torch
 
 from noshuffle import cli
-from noshuffle.release.folder import take
+from noshuffle.release.folder_lock import take
 
 LIMIT = 900.0  # seconds, lest a fault wait for ever
 

@@ -24,7 +24,8 @@ from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release.account import is_in_one_piece, uncounted
 from noshuffle.release.facts import void_notes
-from noshuffle.release.folder import RunFolder, take
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import take
 from noshuffle.release.ledger_tables import Evidence, broken_link, described
 from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import spent

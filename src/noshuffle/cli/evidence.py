@@ -126,7 +126,7 @@ def report(asked: ReportSettings, output: Output) -> None:
 
 def note_page(folder: RunFolder, page: Path) -> None:
     """Let the ledger know of the new page; a run that is going on will do it itself."""
-    from noshuffle.release.folder import take
+    from noshuffle.release.folder_lock import take
     from noshuffle.release.ledger import Ledger
 
     if not folder.ledger_file.is_file():

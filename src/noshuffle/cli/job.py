@@ -33,7 +33,7 @@ from noshuffle.noise import test_source
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.extension import finish
-from noshuffle.release.folder import take
+from noshuffle.release.folder_lock import take
 from noshuffle.release.unit_ids import Ids
 from noshuffle.report import write_report
 from noshuffle.training import Private, RunFolder, fit_model, privatize

@@ -99,7 +99,7 @@ def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -
     were made for it. Another process that began in the same folder meanwhile keeps its own.
     """
     from noshuffle.release.files import read_json
-    from noshuffle.release.folder import take
+    from noshuffle.release.folder_lock import take
 
     config = {**settings, _DRAWS: True} if draws_on_budget else settings
     made = home.missing()

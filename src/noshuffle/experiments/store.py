@@ -63,7 +63,7 @@ class Store:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody else computes in the folder meanwhile: one would write over what another found."""
-        from noshuffle.release.folder import take  # torch
+        from noshuffle.release.folder_lock import take  # torch
 
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:

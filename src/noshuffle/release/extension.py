@@ -35,7 +35,8 @@ from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, guard
 from noshuffle.release.facts import write_statement
 from noshuffle.release.files import write_bytes
-from noshuffle.release.folder import RunFolder, take
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence

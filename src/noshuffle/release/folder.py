@@ -9,15 +9,7 @@
     checkpoints/      whole states, and `key.json` (mode 0600): who reads it can remove the noise
 
 Every file is replaced atomically. A folder belongs to one plan and one ring of keys, and has one
-live process, which holds a lock of the operating system on `.lock` (`take`): a second one would
-read checkpoints that are about to be replaced, or pass over the round that the first has open. Runs
-of one process share it; a fork does not inherit it. Where there are no locks, the ledger decides.
-
->>> import tempfile
->>> with tempfile.TemporaryDirectory() as folder:
-...     first = take(Path(folder))
-...     take(Path(folder)) is first
-True
+live process (`folder_lock`).
 """
 
 from __future__ import annotations
@@ -25,14 +17,13 @@ from __future__ import annotations
 import json
 import os
 import re
-import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, utf8
+from noshuffle.errors import InvalidInput, instance_of, utf8
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.files import (
@@ -45,14 +36,6 @@ from noshuffle.release.files import (
 )
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.spending import Ancestor
-
-try:
-    import fcntl
-
-    HAS_LOCKS = True
-except ImportError:  # not on this system
-    HAS_LOCKS = False
-
 
 #: The lock, and what a crash leaves of an atomic write or removal, by the process that it was of.
 _PASSING = re.compile(r"\.(lock|.+\.\d+\.tmp|old-step-.+\.\d+)$")
@@ -272,49 +255,3 @@ class RunFolder:
             kept = [m for m in self.metrics() if m.get("step", 0) <= step]
             text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in kept)
             write_bytes(self.metrics_file, text.encode())
-
-
-class FolderLock:
-    """Holds the folder until the last reference is gone."""
-
-    def __init__(self, file: int) -> None:
-        weakref.finalize(self, os.close, file)
-
-
-#: One file per folder and process: to close any other of the same file would end the lock too.
-_HELD: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
-
-
-def take(folder: Path) -> FolderLock | None:
-    """The lock of a run folder that exists; None where there are no locks.
-
-    Guarantees: raises while another process holds the folder.
-    """
-    if not HAS_LOCKS:
-        return None
-    path = folder / ".lock"
-    held = _HELD.get(_place(os.stat(path))) if path.exists() else None
-    if held is not None:
-        return held
-    file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
-    try:
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except (BlockingIOError, PermissionError):
-        owner = os.pread(file, 20, 0).decode(errors="replace").strip()
-        os.close(file)
-        raise ReplayRefused(
-            f"a run goes on in {folder} already (process {owner or 'unknown'}); wait for its end, "
-            "or stop it: a run folder has one process at a time"
-        ) from None
-    except OSError:
-        os.close(file)
-        return None
-    os.ftruncate(file, 0)
-    os.pwrite(file, str(os.getpid()).encode(), 0)
-    _HELD[_place(os.fstat(file))] = held = FolderLock(file)
-    return held
-
-
-def _place(found: os.stat_result) -> tuple[int, int, int]:
-    """Which file, in which process: a fork inherits the table and not the locks."""
-    return os.getpid(), found.st_dev, found.st_ino

@@ -35,7 +35,8 @@ from noshuffle.release import account, checkpoint
 from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
 from noshuffle.release.files import read_json, write_json
-from noshuffle.release.folder import FolderLock, RunFolder, take
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import FolderLock, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, Ancestor

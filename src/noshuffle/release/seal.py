@@ -31,7 +31,8 @@ from noshuffle.release import checkpoint
 from noshuffle.release.extension import finish
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
 from noshuffle.release.files import write_bytes
-from noshuffle.release.folder import RunFolder, take
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_errors import explained
