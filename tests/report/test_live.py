@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
+import sys
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,6 +15,7 @@ import torch
 
 import noshuffle as ns
 from noshuffle.cli import main
+from noshuffle.release.folder_lock import is_held, take
 from noshuffle.report.live import snapshot, sparkline, status_lines
 from noshuffle.statement import meaning
 
@@ -42,6 +47,72 @@ def test_it_shows_where_the_run_stands(folder: Path) -> None:
     assert (now.step, now.steps, now.is_done) == (3, 4, False)
     assert now.epsilon == plan.epsilon_after(3) < plan.epsilon() == now.planned_epsilon
     assert now.accuracy == ((3, 0.75),)
+
+
+def test_a_run_whose_process_is_gone_stands_still(tmp_path: Path) -> None:
+    """It was said to have so many seconds left, for ever."""
+    plan = ns.Plan.fit(ns.SinglePass(steps=9), mechanism="tree", epsilon=2.0, delta=1e-5)
+    sums = ns.PrivateSum(plan, clip=1.0, run=tmp_path / "run")
+    for step in range(3):
+        sums.add([1.0], ids=[step])
+    sums.save()
+    now = snapshot(tmp_path / "run")
+    assert now.has_process is not False
+    assert not now.stands_still
+    assert now.seconds_left is not None
+    assert sums.add([1.0], ids=[3]) is not None  # who looks does not end the lock
+    sums.close()
+    now = snapshot(tmp_path / "run")
+    if sys.platform == "linux":
+        assert now.has_process is False
+    now = replace(now, has_process=False)
+    told = "\n".join(status_lines(now, width=40))
+    assert "stands still since 20" in told
+    assert "its process has ended" in told
+    assert " left" not in told
+    record = now.to_dict()
+    assert (record["stands_still"], record["seconds_left"]) == (True, None)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks the system for a lock")
+def test_another_process_is_seen_and_not_disturbed(tmp_path: Path) -> None:
+    assert is_held(tmp_path) is None
+    ready, told = os.pipe()
+    other = os.fork()
+    if other == 0:
+        lock = take(tmp_path)
+        os.write(told, b"held" if lock is not None else b"none")
+        signal.pause()
+    try:
+        if os.read(ready, 4) == b"held":
+            assert is_held(tmp_path)
+            assert is_held(tmp_path)
+    finally:
+        os.kill(other, signal.SIGKILL)
+        os.waitpid(other, 0)
+    assert is_held(tmp_path) is False
+
+
+@pytest.mark.parametrize(
+    ("speed", "since", "is_still"),
+    [(10.0, 60.0, False), (10.0, 130.0, True), (0.1, 130.0, False), (0.1, 301.0, True),
+     (None, 130.0, True), (None, None, False)],
+)  # fmt: skip
+def test_a_run_without_a_step_for_long_stands_still(
+    folder: Path, speed: float | None, since: float | None, is_still: bool
+) -> None:
+    for has_process in (True, None):
+        now = replace(
+            snapshot(folder),
+            steps_per_second=speed,
+            seconds_since_step=since,
+            has_process=has_process,
+        )
+        assert now.stands_still is is_still
+        assert ("stands still" in "\n".join(status_lines(now, width=60))) is is_still
+    done = replace(now, step=now.steps)
+    assert not done.stands_still
+    assert status_lines(done, width=60)[-1] == "finished"
 
 
 @pytest.mark.parametrize("width", [40, 50, 60])

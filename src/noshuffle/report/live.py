@@ -18,18 +18,22 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, dataclass
+from datetime import datetime
 from html import escape
 from pathlib import Path
 from typing import Any
 
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder_lock import is_held
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.report.run import RunRecord, read_run
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: Steps that the present speed is taken from.
 RECENT = 50
+#: A run whose last step is so many seconds, and so many usual steps, ago stands still.
+LONG, LONG_STEPS = 120.0, 30
 
 
 @dataclass(frozen=True)
@@ -48,17 +52,31 @@ class RunSnapshot:
     seconds_since_step: float | None
     accuracy: tuple[tuple[int, float], ...] = ()
     norm_histogram: NormHistogram | None = None
+    #: Whether a process has the folder; None where that cannot be asked.
+    has_process: bool | None = None
 
     @property
     def is_done(self) -> bool:
         return self.step >= self.steps
 
     @property
+    def stands_still(self) -> bool:
+        """Whether its process is gone before the last step, or no step came for long."""
+        if self.is_done or self.has_process is False:
+            return not self.is_done
+        long = max(LONG, LONG_STEPS / self.steps_per_second if self.steps_per_second else 0.0)
+        return (self.seconds_since_step or 0.0) > long
+
+    @property
     def seconds_left(self) -> float | None:
-        return (self.steps - self.step) / self.steps_per_second if self.steps_per_second else None
+        """At the present speed; None where there is none."""
+        if self.stands_still or not self.steps_per_second:
+            return None
+        return (self.steps - self.step) / self.steps_per_second
 
     def to_dict(self) -> dict[str, Any]:
-        return {**asdict(self), "is_done": self.is_done, "seconds_left": self.seconds_left}
+        found = ("is_done", "stands_still", "seconds_left")
+        return {**asdict(self), **{name: getattr(self, name) for name in found}}
 
 
 def snapshot(path: Path) -> RunSnapshot:
@@ -79,6 +97,7 @@ def snapshot(path: Path) -> RunSnapshot:
         seconds_since_step=since,
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
         norm_histogram=run.norm_histogram,
+        has_process=is_held(path),
     )
 
 
@@ -144,17 +163,30 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
         lines.append(f"ε {spent} of {planned} (δ = {now.delta:g}) per {now.unit}")
     else:
         lines.append("NOT PRIVATE: no ε holds")
-    if now.steps_per_second and not now.is_done:
-        left = duration(now.seconds_left or 0.0)
-        lines.append(f"{now.steps_per_second:.3g} steps/s, about {left} left")
-    if now.seconds_since_step is not None and not now.is_done:
-        lines.append(f"last step {duration(now.seconds_since_step)} ago")
+    if now.stands_still:
+        lines += _still_lines(now)
+    elif not now.is_done:
+        if (left := now.seconds_left) is not None:
+            lines.append(f"{now.steps_per_second:.3g} steps/s, about {duration(left)} left")
+        if now.seconds_since_step is not None:
+            lines.append(f"last step {duration(now.seconds_since_step)} ago")
     if now.accuracy:
         curve = sparkline([value for _, value in now.accuracy[-20:]])
         lines.append(f"held-out {100 * now.accuracy[-1][1]:.1f} % {curve}")
     if (norms := now.norm_histogram) is not None:
         lines.append(f"norms {sparkline(list(norms.shares))} {100 * norms.above:.0f} % clipped")
     return [*lines, "finished"] if now.is_done else lines
+
+
+def _still_lines(now: RunSnapshot) -> list[str]:
+    """Since when, and whether somebody is there; of time that is left nothing can be said."""
+    lines = []
+    if (ago := now.seconds_since_step) is not None:
+        since = datetime.fromtimestamp(time.time() - ago)
+        lines = [f"stands still since {since:%Y-%m-%d %H:%M}", f"last step {duration(ago)} ago"]
+    if now.has_process is False:
+        lines.append("its process has ended (go on: --resume)")
+    return lines
 
 
 def live_page(path: Path, *, every: float) -> str:
