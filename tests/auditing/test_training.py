@@ -18,6 +18,7 @@ from noshuffle.auditing.one_run import best_guesses, epsilon_bound, mu_bound
 from noshuffle.auditing.run_folder import audit_run
 from noshuffle.auditing.training_run import audit_training
 from noshuffle.cli import main
+from noshuffle.cli.train_choices import rows_in_order
 from noshuffle.datasets import load
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream
@@ -185,3 +186,27 @@ def test_rows_behind_the_last_whole_batch_are_no_members(tmp_path: Path) -> None
     assert main(line.split()) == 0
     (losses,) = (found for found in audit_run(run) if isinstance(found, Attack))
     assert (losses.members, losses.others) == (1200, 360)
+
+
+@pytest.mark.parametrize("order", ["file", "sorted"])
+def test_members_are_the_rows_that_were_trained_on_in_any_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
+) -> None:
+    """They were the first ones of the file, which a pass in another order had not all seen."""
+    asked: list[torch.Tensor] = []
+
+    def losses(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
+        asked.append(x)
+        return np.zeros(len(x))
+
+    run, data = tmp_path / "run", load("digits")
+    line = f"train --epochs 1 --batch-size 240 --model linear --mechanism identity --out {run}"
+    assert main([*line.split(), "--order", order]) == 0
+    monkeypatch.setattr("noshuffle.auditing.run_folder.losses_of", losses)
+    audit_run(run)
+    wanted = np.concatenate(rows_in_order(data, order, batch=240))
+    members = data.x_train[torch.from_numpy(np.sort(wanted))]
+    assert torch.equal(asked[0], torch.cat([members, data.x_test]))
+    (run / "ledger.sqlite").unlink()  # nobody knows who took part
+    audit_run(run)
+    assert len(asked[1]) == len(data) + len(data.x_test)

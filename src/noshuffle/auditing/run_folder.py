@@ -11,6 +11,8 @@ from the curve, it is to look at.
 from __future__ import annotations
 
 import math
+import sqlite3
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -21,11 +23,13 @@ from noshuffle.auditing.membership import attack
 from noshuffle.auditing.prefixes import audit_plan
 from noshuffle.auditing.training_run import losses_of
 from noshuffle.datasets import NAMES, load
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.unit_ids import Ids
 from noshuffle.training.models import build
 
 
@@ -43,24 +47,40 @@ def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     config = read_json(folder.config_file) if folder.config_file.is_file() else {}
     saved = checkpoint.saved(folder.checkpoints)
     if saved and config.get("data") in NAMES and isinstance(config.get("model"), str):
-        found.append(_losses(plan, saved[-1], config, released))
+        found.append(_losses(folder, plan, saved[-1], config, released))
     return found
 
 
-def _losses(plan: Plan, path: Path, config: dict[str, object], released: int) -> Finding:
+def _losses(
+    folder: RunFolder, plan: Plan, path: Path, config: dict[str, object], released: int
+) -> Finding:
     data = load(str(config["data"]))
     model = build(str(config["model"]), data.shape, data.classes)
     model.load_state_dict(checkpoint.load(path)["model"])
-    batch = config.get("batch_size")
-    # A pass ends with its last whole batch: rows behind it were never seen.
-    steps = min(released, getattr(plan.participation, "steps_per_epoch", released))
-    seen = len(data)
-    if isinstance(batch, int) and not plan.participation.is_sampled:
-        seen = steps * batch
-    members = data.x_train[:seen]
-    x = torch.cat([members, data.x_test])
-    y = torch.cat([data.y_train[:seen], data.y_test])
+    members = torch.from_numpy(_members(folder, plan, len(data), config.get("batch_size")))
+    x = torch.cat([data.x_train[members], data.x_test])
+    y = torch.cat([data.y_train[members], data.y_test])
     is_in = np.arange(len(x)) < len(members)
     mu = plan.mu(released)
     claim = math.inf if mu is None else mu / plan.multiplier_of_sensitivity
     return attack(losses_of(model, x, y), is_in, claimed_mu=claim, is_random=False)
+
+
+def _members(folder: RunFolder, plan: Plan, rows: int, batch: object) -> Ids:
+    """The rows that steps were made of: examples are known by their rows, whatever their order.
+
+    Users are trained in the order of the file, to the last whole batch of a pass. Who was drawn in
+    secret is removed when a run is sealed: anybody may have been.
+    """
+    try:
+        with closing(Evidence(folder.ledger_file)) as ledger:
+            steps = list(ledger.rows())
+    except (NoshuffleError, OSError, sqlite3.DatabaseError, ValueError):  # `verify` says it
+        steps = []
+    if not steps or any(one.is_removed for one in steps):
+        return np.arange(rows)
+    if plan.unit == "user":
+        seen = min(len(steps), rows // batch) * batch if isinstance(batch, int) else rows
+        return np.arange(seen)
+    found = np.unique(np.concatenate([one.units for one in steps]))
+    return found[(found >= 0) & (found < rows)]
