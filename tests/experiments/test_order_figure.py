@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from matplotlib import pyplot
+from matplotlib.container import BarContainer, ErrorbarContainer
 
 from noshuffle.experiments import order, order_view
 from noshuffle.experiments.figure import DIFFERS, HOLDS, NOT_TESTED, Request, shipped
@@ -70,6 +73,18 @@ def test_claims_and_picture(tmp_path: Path) -> None:
     order.FIGURE.draw(results, tmp_path / "a.svg")
     assert (tmp_path / "a.svg").stat().st_size > 5_000
     assert {claim.verdict for claim in order.FIGURE.checked({})} == {NOT_TESTED}
+
+
+def test_what_does_not_begin_at_zero_is_no_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bars from 65 % on made 70 look like a fifth of 90."""
+    figure, axis = pyplot.subplots()
+    monkeypatch.setattr(order_view, "panels", lambda *_, **__: nullcontext([axis]))
+    order_view.draw(made_up(), Path("a.svg"))
+    bars = [one for one in axis.containers if isinstance(one, BarContainer)]
+    assert not bars or axis.get_ylim()[0] == 0
+    middle = [one for one in axis.containers if isinstance(one, ErrorbarContainer)]
+    assert middle[0].lines[0].get_ydata() == pytest.approx([90.1] * 5)
+    pyplot.close(figure)
 
 
 def test_claims_can_fail() -> None:

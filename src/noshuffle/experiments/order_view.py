@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, verdict
-from noshuffle.experiments.panels import COLOURS, markdown, panels
+from noshuffle.experiments.panels import COLOURS, legend_below, markdown, panels
 
 ORDERS = ("file", "shuffled once", "by writer", "by class", "adversarial", "sampled")
 TITLES = {
@@ -19,6 +19,7 @@ TITLES = {
     "sampled": "DP-SGD, sampled",
     "none": "no privacy",
 }
+MARKS = {"blt": "o", "tree": "s", "identity": "D", "sampled": "*", "none": "^"}
 
 
 def _finals(results: Results) -> dict[str, dict[str, dict[str, Any]]]:
@@ -34,11 +35,16 @@ def _mean(found: Mapping[str, Any], name: str) -> float:
     return float(np.mean(found[name]["accuracy"]))
 
 
+def _deviation(values: Sequence[float]) -> float:
+    """Of the seeds that they are a sample of; of one seed nothing is known."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
+
+
 def _entry(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "–"
     values = record["accuracy"]
-    spread = f" ± {np.std(values, ddof=1):.2f}" if len(values) > 1 else ""
+    spread = f" ± {_deviation(values):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values):.2f}{spread} ({record['rate']:g})"
 
 
@@ -68,18 +74,17 @@ def draw(results: Results, path: Path) -> None:
         for place, name in enumerate(names):
             at = np.arange(len(orders)) + (place - (len(names) - 1) / 2) * 0.8 / len(names)
             means = [_mean(finals[order], name) for order in orders]
-            spread = [float(np.std(finals[order][name]["accuracy"])) for order in orders]
-            axis.bar(at, means, 0.8 / len(names), yerr=spread, color=colours[name],
-                     label=TITLES[name], error_kw={"lw": 0.8})  # fmt: skip
+            spread = [_deviation(finals[order][name]["accuracy"]) for order in orders]
+            # Dots: bars would have to begin at zero, where no difference can be seen.
+            axis.errorbar(at, means, yerr=spread, fmt=MARKS[name], color=colours[name],
+                          label=TITLES[name], ms=6, elinewidth=1.0, capsize=2)  # fmt: skip
         if "sampled" in finals:
             level = _mean(finals["sampled"], "sampled")
             axis.axhline(level, color=colours["sampled"], lw=1.2, ls="--",
                          label="DP-SGD, sampled (no order)")  # fmt: skip
         axis.set_xticks(range(len(orders)), orders)
-        lowest = min(_mean(finals[o], n) for o in orders for n in names)
-        axis.set_ylim(max(0, lowest - 4), 104)
         axis.set(ylabel="test accuracy, %", title="the same ε in every order of the rows")
-        axis.legend(fontsize=7, ncols=3, loc="upper left", framealpha=0.9)
+        legend_below(axis, columns=3)
 
 
 def _same_guarantee(results: Results) -> ClaimVerdict:
