@@ -186,6 +186,29 @@ def test_a_run_whose_first_step_was_refused_is_not_counted(is_loop):
     assert {one.filename for one in told} == {__file__}
 
 
+def test_batches_that_are_dictionaries():
+    """A loss that cannot take them is a line of the table; it was a TypeError of torch's."""
+    loader = DataLoader([{"x": X[i], "y": Y[i]} for i in range(20)], batch_size=5)
+    assert make().check(loader).is_fine
+    found = make().check(loader, LOSS)
+    assert verdicts(found) == {"loss": "refused"}
+    (row,) = (one for one in found.findings if one.verdict == "refused")
+    assert "must be Tensor, not dict" in row.found
+    assert "the whole dictionary ('x', 'y'); say what is whose: ModelLoss(" in row.advice
+    by_name = ModelLoss(lambda model, batch: LOSS(model(batch["x"]), batch["y"]))
+    private = make()
+    assert private.check(loader, by_name).is_fine
+    assert private.steps_released == 0
+    two = ModelLoss(lambda model, x, y: LOSS(model(x), y))
+    (row,) = (one for one in make().check(loader, two).findings if one.verdict == "refused")
+    assert "missing 1 required positional argument" in row.found
+    assert row.advice == "ModelLoss calls fn(model, *batch), and this batch has 1 part(s)"
+    wrong = DataLoader(TensorDataset(X, Y.float()), batch_size=5)
+    (row,) = (one for one in make().check(wrong, LOSS).findings if one.verdict == "refused")
+    assert row.found.startswith("RuntimeError: ")
+    assert "\n" not in row.found
+
+
 def test_epsilon_of_a_part_of_an_epoch_and_the_statement_after_close():
     private = make(Epochs(epochs=2, steps_per_epoch=4))
     found = []

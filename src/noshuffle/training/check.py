@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
 
-from noshuffle.clipping.objective import batch_size, cuttable, leaves, take
+from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
@@ -255,11 +255,27 @@ def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...], size: int) -> Check
             parts.engine.clipped_sum(parts.model, loss_fn, rows, clip=parts.threshold.clip)
     except NoshuffleError as error:
         return CheckFinding("loss", str(error), "refused")
+    except Exception as error:  # what the first step would end in, by model, loss or torch
+        why = f"{type(error).__name__}: {str(error).strip().partition(chr(10))[0]}"
+        return CheckFinding("loss", why, "refused", _form_advice(loss_fn, data))
     slow = slow_notes(private.fallbacks)
     if slow:
         advice = "correct, and slow: ModelLoss(fn, by_row=True) or layers with rules are faster"
         return CheckFinding("loss", "; ".join(slow), "warning", advice)
     return CheckFinding("loss", private.why)
+
+
+def _form_advice(loss_fn: Any, data: tuple[Any, ...]) -> str:
+    """How model and loss are called, for batches of this form."""
+    if isinstance(loss_fn, ModelLoss):
+        return f"ModelLoss calls fn(model, *batch), and this batch has {len(data)} part(s)"
+    if isinstance(data[0], dict):
+        names = ", ".join(map(repr, data[0]))
+        return (
+            f"the model is called on the whole dictionary ({names}); say what is whose: "
+            "ModelLoss(lambda model, batch: loss(model(batch['x']), batch['y']))"
+        )
+    return "the model is called on the first part of a batch, the loss on its answer and the rest"
 
 
 def slow_notes(fallbacks: Iterable[str]) -> list[str]:
