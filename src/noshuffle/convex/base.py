@@ -248,22 +248,22 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             weight = own if weight is None else weight * own
             self._most_weight *= self.rows_per_unit
         why = self._choose(X, run=run, is_weighted=weight is not None)
-        own = frozenset[int]()
+        sketched = frozenset[int]()
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            own = warn_if_fitted_before(X, stacklevel=5)  # who calls `fit`, behind two decorators
+            sketched = warn_if_fitted_before(X, stacklevel=5)  # behind two decorators
             self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:
             if sample_weight is not None:
                 raise Unsupported(f"solver={self.solver_!r} has no sample_weight; use 'gd'")
             self._answer(X, targets, ids, whole, *notes)
-            remember(own)
+            remember(sketched)
             return self
         self._begin(X.shape[1], rows=X.shape[0], run=run)
         try:
             self._learn(X, targets, ids, weight, passes=self._stream.passes)
         finally:
-            remember(own if self._stream.steps else frozenset())
+            remember(sketched if self._stream.steps else frozenset())
         self._stream.close()
         self._finish(*notes)
         return self

@@ -4,7 +4,7 @@
 
 reads the first batch twice (random states are put back), compares order, number and size of the
 batches with the plan, tries the loss on a few examples, and says what is slow, probably not meant,
-or refused later. `first_look` says the free part at the first step, by `warnings`. No state.
+or refused later. `first_step` says the free part at the first step, by `warnings`. No state.
 
 >>> row = CheckFinding("order", "the sampler shuffles", "refused", "give shuffle=False")
 >>> print(LoaderCheck((row,)))
@@ -16,9 +16,7 @@ from __future__ import annotations
 
 import shutil
 import textwrap
-import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -32,7 +30,6 @@ from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
-from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
 from noshuffle.training.generators import seeded
@@ -125,9 +122,9 @@ def _findings(
         return
     if not parts.ledger.released:
         parts.first_rows = first_rows(data)  # the first step is compared with it
-    yield _size(size, parts.planned_batch)
+    yield size_finding(size, parts.planned_batch)
     yield _ids(plan, batch.ids, size, is_mixed=is_shuffled(loader))
-    yield _delta(plan, _records(plan, parts.planned_batch, loader))
+    yield delta_finding(plan, records_of(plan, parts.planned_batch, loader))
     if loss_fn is not None:
         yield _loss(private, loss_fn, data, min(size, TRIED))
     if parts.release.charge is None:
@@ -203,7 +200,7 @@ def _again(loader: Any, data: tuple[Any, ...]) -> CheckFinding:
     return CheckFinding("second pass", "begins with another batch", "warning", advice)
 
 
-def _size(size: int, planned: int) -> CheckFinding:
+def size_finding(size: int, planned: int) -> CheckFinding:
     text = f"{size} examples; sums are divided by {planned}"
     if size >= 2 * planned:
         advice = "the steps are larger by that factor; give privatize the real batch_size"
@@ -229,7 +226,7 @@ def _ids(plan: Plan, ids: Any, size: int, *, is_mixed: bool) -> CheckFinding:
     return CheckFinding("ids", f"{found} ids for {size} examples", verdict)
 
 
-def _records(plan: Plan, planned: int, loader: Any) -> int:
+def records_of(plan: Plan, planned: int, loader: Any) -> int:
     """How many examples there are, as far as it can be known, else 0."""
     data: Any = getattr(loader, "dataset", None)
     if hasattr(data, "__len__"):
@@ -238,7 +235,7 @@ def _records(plan: Plan, planned: int, loader: Any) -> int:
     return 0 if is_unknown else planned * _per_pass(plan)
 
 
-def _delta(plan: Plan, records: int) -> CheckFinding:
+def delta_finding(plan: Plan, records: int) -> CheckFinding:
     delta = plan.delta
     if delta is not None and records and delta > 1.0 / records:
         advice = "δ above 1/n allows the release of one whole record; take one well below"
@@ -281,41 +278,6 @@ def _form_advice(loss_fn: Any, data: tuple[Any, ...]) -> str:
 def slow_notes(fallbacks: Iterable[str]) -> list[str]:
     """The fallbacks that cost time."""
     return [note for note in fallbacks if note.startswith(SLOW)]
-
-
-@contextmanager
-def first_step(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> Iterator[None]:
-    """Around the first step: warn of a run on data that this process has trained on before.
-
-    Known by the first batch. Runs that draw on a budget are counted, and those of a test seed are
-    not private anyway. A step that is refused releases nothing, so its run does not count.
-    """
-    is_counted = parts.release.charge is not None
-    is_known = is_counted or parts.ledger.released or parts.ledger.bound().get("test_key") == "yes"
-    rows = None if is_known else first_rows(batch)
-    if rows is None:
-        yield
-        return
-    flat = rows.reshape(len(rows), -1).double().cpu().numpy()
-    own = warn_if_fitted_before(flat, what="run", stacklevel=stacklevel)
-    try:
-        yield
-    finally:
-        if parts.ledger.released:
-            remember(own)
-
-
-def first_look(private: Any, size: int) -> None:
-    """After the first step: warn of what is legal and probably not meant."""
-    found = [_size(size, private._parts.planned_batch)]
-    found.append(_delta(private.plan, _records(private.plan, private._parts.planned_batch, None)))
-    slow = slow_notes(private.fallbacks)
-    if slow:
-        found.append(CheckFinding("speed", "; ".join(slow), "warning", "see private.fallbacks"))
-    for one in found:
-        if one.verdict == "warning":
-            text = f"{one.name}: {one.found}; {one.advice}"
-            warnings.warn(text, ProbablyNotMeant, stacklevel=4)
 
 
 def _base(plan: Plan) -> Any:

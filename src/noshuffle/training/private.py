@@ -45,14 +45,10 @@ from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
-from noshuffle.training.check import (
-    LoaderCheck,
-    check_loader,
-    first_look,
-    first_step,
-)
+from noshuffle.training.check import LoaderCheck, check_loader
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
+from noshuffle.training.first_step import first_look, first_step
 from noshuffle.training.hooks import at_work, guard
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.passes import Listener

@@ -36,7 +36,7 @@ from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.looks import Look, kind_of
 from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
-from noshuffle.training.check import first_step
+from noshuffle.training.first_step import first_step
 from noshuffle.training.generators import seeded
 from noshuffle.training.loop_pass import Pass, check_factors, inputs_of, size_of, versions
 from noshuffle.training.outputs import tensors_of
