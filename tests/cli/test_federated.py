@@ -27,7 +27,7 @@ from noshuffle.cli.federated_settings import PRESETS, FederatedSettings, clip_of
 from noshuffle.cli.job_view import Stopped
 from noshuffle.clipping.adaptive import QuantileClip, gradient_multiplier
 from noshuffle.errors import InvalidInput
-from noshuffle.federated.simulate import simulate
+from noshuffle.federated.simulate import Simulation, simulate
 from noshuffle.federated.tasks import load_task
 from noshuffle.release import checkpoint
 from noshuffle.release.ledger_tables import Evidence
@@ -74,6 +74,16 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_run_that_ends_for_want_of_users_is_no_success(tmp_path: Path) -> None:
     line = command(tmp_path / "r", separation=1, max_participations=1, clients_per_round=200)
     assert main([*line, "--json"]) == 5
+
+
+def test_the_speed_that_is_told_is_that_of_the_simulation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Simulation, "rounds_per_second", 4.25)
+    assert main([*command(tmp_path / "r", rounds=2), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["rounds_per_second"] == 4.25
+    assert main([*command(tmp_path / "s", rounds=2)]) == 0
+    assert "2 of 2 (4.2 a second)" in capsys.readouterr().out
 
 
 def test_the_folder_holds_the_evidence(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

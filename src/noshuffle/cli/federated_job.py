@@ -46,23 +46,18 @@ class FederatedResult(JobResult):
     """A run of rounds; `skipped` are rounds lost to a crash before this start."""
 
     limits: Limits | None
-    rounds_now: int
-    training_seconds: float
+    rounds_per_second: float
     is_complete: bool
     skipped: tuple[int, ...]
     loss: float
     users: tuple[Spending, ...]
-
-    @property
-    def rate(self) -> float:
-        return self.rounds_now / max(self.training_seconds, 1e-9)
 
     def rows(self, words: JobWords) -> list[tuple[str, str]]:
         limits = "none: cohorts are drawn by secret coin flips, which a network cannot promise"
         if self.limits is not None:
             is_derived = self.limits.is_separation_derived or self.limits.is_max_derived
             limits = self.limits.words() + (f" from {self.limits.why}" if is_derived else "")
-        done = f"{self.steps} of {self.plan.steps} ({self.rate:.1f} a second)"
+        done = f"{self.steps} of {self.plan.steps} ({self.rounds_per_second:.1f} a second)"
         rows = [*super().rows(words), ("limits", limits), ("rounds", done)]
         if self.skipped:
             numbers = ", ".join(map(str, self.skipped))
@@ -98,7 +93,7 @@ class FederatedResult(JobResult):
             "rounds": self.steps,
             "is_complete": self.is_complete,
             "skipped_rounds": list(self.skipped),
-            "rounds_per_second": self.rate,
+            "rounds_per_second": self.rounds_per_second,
             "limits": None if self.limits is None else self.limits.to_record(),
             "users": [vars(row) for row in self.users],
         }
@@ -154,8 +149,7 @@ def run_job(
         limits=job.limits,
         statement=result.statement,
         steps=job.server.round,
-        rounds_now=result.rounds,
-        training_seconds=result.seconds,
+        rounds_per_second=result.rounds_per_second,
         is_complete=result.is_complete,
         skipped=skipped,
         accuracy=accuracy,

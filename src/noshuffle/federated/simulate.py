@@ -71,6 +71,7 @@ class Simulation:
 
     @property
     def rounds_per_second(self) -> float:
+        """Of the rounds that this call has run; what `noshuffle federated` prints."""
         return self.rounds / self.seconds if self.seconds else 0.0
 
 
