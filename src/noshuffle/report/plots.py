@@ -24,6 +24,7 @@ from noshuffle.errors import NoshuffleError
 from noshuffle.participation import Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
+from noshuffle.report.glyphs import every_glyph
 from noshuffle.strategies import Strategy, error, identity, sensitivity
 from noshuffle.strategies.fit import fit
 
@@ -68,7 +69,9 @@ def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)  # else the grid lies over bars
         draw(axes)
-        figure.savefig(file, **form)
+        is_svg = form.get("format") == "svg" or str(file).endswith(".svg")
+        with every_glyph(figure, is_svg=is_svg):
+            figure.savefig(file, **form)
         pyplot.close(figure)
 
 
