@@ -388,7 +388,14 @@ def without_ids(out: Path) -> dict[str, Any]:
     x, y, ids = next(batches())
     new = build(model_of())
     mixed = refused(lambda: new.step(LOSS, x, y, ids=None if half else ids))
-    return {"parameters": final(private.model), "said": said, "mixed": mixed}
+    whole = refused(lambda: build(model_of()).step(LOSS, x, y))  # every rank brings all of it
+    return {
+        "parameters": final(private.model),
+        "said": said,
+        "mixed": mixed,
+        "whole": whole,
+        "words": private.statement().assumptions,
+    }
 
 
 def by_adam(out: Path) -> dict[str, Any]:
@@ -634,6 +641,16 @@ def test_one_rank_cannot_break_the_rules_alone(worlds: Seen) -> None:
             assert ("on rank" in seen["failing"]["said"]) == (rank != size - 1)
             assert seen["failing"]["released"] == 0
             assert seen["dropped"]["dropped"] == 2
+
+
+def test_ranks_that_bring_the_same_rows_are_refused(worlds: Seen) -> None:
+    """Without ids and private.rows each example counted once a rank, under a statement of one."""
+    for size, ranks in worlds.items():
+        for seen in ranks:
+            found = seen["without_ids"]
+            wanted = "ParticipationViolation: ranks 0 and 1 bring the same examples to step 0"
+            assert found["whole"].startswith(wanted) == (size > 1)
+            assert any("what several ranks brought" in w for w in found["words"]) == (size > 1)
 
 
 def test_disagreements_are_refused_by_name(worlds: Seen) -> None:

@@ -300,6 +300,26 @@ def test_the_same_examples_do_not_come_in_two_parts_of_a_step():
     assert private.steps_released == 1
 
 
+def test_the_statement_says_that_parts_without_ids_are_taken_on_trust():
+    """Overlapping parts cannot be told from rows that look alike; nothing was said of them."""
+    x, y = data()
+    for ids, sizes, is_said in (
+        (None, (4, 5), True),
+        (None, (6, 0), False),
+        (None, (9,), False),
+        (range(9), (4, 5), False),
+    ):
+        private, at = make(network(), plan_of(z=1.0)), 0
+        with private.accumulate() as step:
+            for size in sizes:
+                own = None if ids is None else ids[at : at + size]
+                step.add(LOSS, (x[at : at + size], y[at : at + size]), ids=own)
+                at += size
+        said = [one for one in private.statement().assumptions if "in several parts" in one]
+        assert bool(said) is is_said, sizes
+    private.step(LOSS, x[9:12], y[9:12], ids=range(9, 12))
+
+
 def test_several_parameter_groups_receive_their_own_noise_and_rates():
     x, y = data()
     model, same = network(), network()

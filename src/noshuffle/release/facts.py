@@ -45,6 +45,11 @@ FINGERPRINTS_ONLY = (
     "Participation was checked by batch fingerprints only: that no unit sits in two different "
     "batches is the word of whoever built them."
 )
+IN_PARTS = (
+    "Steps came in several parts without ids (parts of a batch, or what several ranks brought): "
+    "that no unit sits in two of them is the word of whoever cut them; only parts that are the "
+    "same as a whole were refused."
+)
 UNCHANGED_LOOP = (
     "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
 )
@@ -193,6 +198,7 @@ def _counts(clip: object) -> str:
 _SENTENCES = (
     ("test_key", "yes", TEST_SEED),
     ("identified_by", "fingerprints", FINGERPRINTS_ONLY),
+    ("in_parts", "yes", IN_PARTS),
     ("unchanged_loop", "yes", UNCHANGED_LOOP),
     *(("adaptive_clip", value, said) for value, said in COUNTS.items()),
     ("public_order", "yes", PUBLIC_ORDER),

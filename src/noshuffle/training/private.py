@@ -194,6 +194,9 @@ class Private(OneOwner):
         with private.accumulate() as step:
             for x, y in parts:
                 step.add(loss_fn, (x, y))
+
+        Parts must not overlap: an example in two of them counts twice. With `ids` that is refused;
+        without, only parts that are the same as a whole are, and the statement says so.
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")

@@ -65,7 +65,7 @@ class Step:
         self._ids: list[Ids | None] = []
         self._prints: list[bytes] = []
         self._sums: list[ClippedSum] = []
-        self._dropped = 0
+        self._dropped = self._nameless = 0
         self._admission: Admission | None = None
         self._coming: Callable[[], bytes] | None = None
 
@@ -94,6 +94,7 @@ class Step:
         is_whole = is_last and data is None and own is None and not self._ids
         is_fresh = self.index >= parts.ledger.released
         self._ids.append(own)
+        self._nameless += own is None and size > 0
         if is_whole and is_fresh and not parts.drop and fingerprint.is_elsewhere(batch):
             self._coming = fingerprint.begin(batch, None, secret=parts.secret)
         else:
@@ -145,6 +146,8 @@ class Step:
         values = self._total()
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
+        if self._nameless > 1:  # a fact that the statement repeats
+            parts.ledger.bind("in_parts", "yes")
         if not self._commit(admission, values):  # a released step whose sum came out otherwise
             if not parts.skips_replays:
                 raise parts.release.refusal(self.index)

@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import ClippedSum, Ghost, ModelLoss
 from noshuffle.clipping.looks import Look
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable
-from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
@@ -174,6 +174,9 @@ class GroupStep(Step):
         """Which rows of this part, over all ranks, may be used (truth values)."""
         size = sum(b.size for b in told)
         given = [b.ids for b in told if b.ids is not None]
+        if not given:
+            self._refuse_same_rows(told)
+            self._nameless += sum(b.size > 0 for b in told)
         self._ids.append(np.concatenate(given) if given else None)
         joined = b"".join(p for b in told for p in b.prints)
         found = hashlib.blake2b(joined, digest_size=fingerprint.SIZE).digest()
@@ -184,6 +187,17 @@ class GroupStep(Step):
         keep = np.ones(size, dtype=bool) if keep is None else keep
         self._dropped += size - int(keep.sum())
         return keep
+
+    def _refuse_same_rows(self, told: list[Brought]) -> None:
+        """Raise where two ranks bring the same examples, each its own: they would count twice."""
+        first: dict[tuple[bytes, ...], int] = {}
+        for rank, brought in enumerate(told):
+            if brought.size and (other := first.setdefault(tuple(brought.prints), rank)) != rank:
+                raise ParticipationViolation(
+                    f"ranks {other} and {rank} bring the same examples to step {self.index}, which "
+                    "would count twice; give each its own rows (private.rows(len(batch))), or pass "
+                    "ids= if they are different examples"
+                )
 
     def _clip_blocks(
         self,
