@@ -73,7 +73,7 @@ class _OnHost(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         given = dict(kwargs or {})
-        if func in _device_constructors() and given.get("device") is None:  # type: ignore[no-untyped-call]
+        if func in _device_constructors() and given.get("device") is None:
             given["device"] = "cpu"
         return func(*args, **given)
 

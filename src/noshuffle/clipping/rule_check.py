@@ -42,14 +42,14 @@ def close(found: float, truth: float, *, low: bool, whole: float = 0.0) -> bool:
 def length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) -> float:
     """The length of gradients less other ones; None counts as zero.
 
-    Taken piece by piece, so that copies in double precision are small.
+    Taken piece by piece, so that differences take little memory; a device is waited for at the end.
     """
-    total = 0.0
+    lengths: list[Tensor] = []
     for pair in zip_longest(tree, other):
         own = [t.reshape(-1).split(PIECE) for t in pair if t is not None]
-        gaps = (wide(a) - b[0] if b else a for a, *b in zip(*own))
-        total += float(sum(gap.double().square().sum() for gap in gaps))
-    return math.sqrt(total)
+        gaps = (wide(a) - b[0] if b else wide(a) for a, *b in zip(*own))
+        lengths += [torch.linalg.vector_norm(gap, dtype=torch.float64) for gap in gaps]
+    return math.sqrt(sum(own * own for own in map(float, lengths)))
 
 
 def by_autograd(
