@@ -89,3 +89,43 @@ def test_refusals() -> None:
         composition.group(epsilon=1.0, delta=1.5, size=2)
     with pytest.raises(InvalidInput, match="rate"):
         composition.subsample(epsilon=1.0, rate=0.0)
+
+
+@pytest.mark.parametrize(
+    ("epsilon", "count", "slack"),
+    [
+        (1.374013547624257e-05, 25, 8.557586522842608e-162),
+        (3.0646514364477685e-05, 28, 4.91970644071882e-289),
+        (4.6271957155079286e-06, 3, 3.263776364405697e-12),
+        (0.00016001279834808687, 25, 2.6853029873338532e-11),
+        (0.001, 100_000, 1e-8),
+    ],
+)
+def test_optimal_is_on_the_safe_side_at_tiny_slacks(
+    epsilon: float, count: int, slack: float
+) -> None:
+    """A δ far below the probability of the top outcome was lost in a difference of sums."""
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(60):
+        found = composition.optimal(epsilon=epsilon, count=count, slack=slack).epsilon
+        e = mpmath.mpf(epsilon)
+        p, total, mass = mpmath.exp(e) / (1 + mpmath.exp(e)), mpmath.mpf(0), mpmath.mpf(0)
+        for j in range(count + 1):
+            mass = mass * (count - j + 1) / j * (1 - p) / p if j else p**count
+            loss = (count - 2 * j) * e
+            if loss <= found:
+                break
+            total += mass * (1 - mpmath.exp(found - loss))
+        assert total <= slack
+
+
+@pytest.mark.parametrize("rate", [1e-308, 1e-304, 1e-300, 0.5])
+def test_a_sample_of_a_huge_epsilon_costs_what_the_formula_says(rate: float) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(60):
+        true = mpmath.log1p(mpmath.mpf(rate) * mpmath.expm1(701))
+        assert composition.subsample(epsilon=701.0, rate=rate).epsilon == pytest.approx(float(true))
+
+
+def test_groups_lose_nothing_to_the_logarithm_of_a_tiny_epsilon() -> None:
+    assert composition.group(epsilon=1e-300, delta=1e-5, size=3).delta >= 3e-5

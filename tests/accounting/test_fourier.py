@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from scipy.special import log_ndtr
 
 from noshuffle.accounting import (
     fourier,
@@ -228,3 +229,22 @@ def test_small_rates(noise: float, rate: float, steps: int, delta: float, most: 
         rare_losses.epsilon_of(block, delta=delta, is_upper=side) for side in (True, False)
     )
     assert 0.99 * high < low <= high <= most
+
+
+@pytest.mark.parametrize("delta", [1e-20, 1e-50, 1e-200])
+@pytest.mark.parametrize(("noise", "rate"), [(0.0341, 1.96e-12), (0.02, 0.1)])
+def test_losses_beyond_the_exponential_are_not_squeezed_into_smaller_ones(
+    noise: float, rate: float, delta: float
+) -> None:
+    """One step with hardly any noise: e^loss/rate overflows, and δ was up to 1e97 times too small.
+
+    δ ≥ P(x > a) − e^ε Q(x > a) at every a; with a a little above the one where the loss is ε,
+    most of it is the first term.
+    """
+    epsilon = fourier.epsilon(
+        noise_multiplier=noise, rate=rate, steps=1, delta=delta, direction="remove"
+    )
+    more = epsilon + 1.0  # at a loss of ε + 1 the second term is at most 1/e of the first
+    a = noise**2 * (more - math.log(rate)) + 0.5
+    log_reached = math.log(rate) + log_ndtr((1 - a) / noise) + math.log(1 - math.exp(-1))
+    assert log_reached <= math.log(delta)

@@ -100,3 +100,14 @@ def test_bad_mu_and_epsilon_are_refused(bad: float) -> None:
         gaussian.mu(epsilon=bad, delta=1e-5)
     with pytest.raises(InvalidInput):
         gaussian.delta(mu=bad, epsilon=1.0)
+
+
+@pytest.mark.parametrize(
+    ("mu", "delta"), [(9634.622863274148, 1.8309650849063458e-63), (8371.46, 2.2e-308), (1e5, 1e-9)]
+)
+def test_epsilon_covers_the_rounding_of_large_terms(mu: float, delta: float) -> None:
+    mpmath = pytest.importorskip("mpmath")
+    with mpmath.workdps(120):
+        m, e = mpmath.mpf(mu), mpmath.mpf(gaussian.epsilon(mu=mu, delta=delta))
+        true = mpmath.ncdf(m / 2 - e / m) - mpmath.exp(e) * mpmath.ncdf(-m / 2 - e / m)
+        assert true <= delta

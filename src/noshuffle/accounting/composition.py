@@ -102,11 +102,12 @@ def optimal(*, epsilon: float, count: int, slack: float, delta: float = 0.0) -> 
     log_p, losses = log_p[losses >= 0], losses[losses >= 0]
     log_upper = np.logaddexp.accumulate(log_p)
     log_lower = np.logaddexp.accumulate(log_p - losses)
-    # δ at the lattice points, largest loss first; between two of them it is linear in e^E
-    at_points = np.exp(log_upper) - np.exp(losses + log_lower)
-    last = max(int(np.searchsorted(at_points, slack)) - 1, 0)
-    room = math.exp(float(log_upper[last])) - slack
-    total = 0.0 if room <= 0 else math.log(room) - float(log_lower[last])
+    # δ(E) is the largest of U_i − e^E L_i over the sets of the i largest losses. Logarithms of
+    # factorials are wrong by their last bits, so U and L are wrong by this share of them.
+    wrong = 2.0**-50 * (2 * count + float(gammaln(count + 1.0)) + count * epsilon)
+    room = np.exp(log_upper + wrong) - slack
+    needed = np.log(room[room > 0]) - log_lower[room > 0] + wrong
+    total = float(np.max(needed, initial=0.0))
     total = min(max(0.0, total * (1 + 1e-13)), count * epsilon)
     kept = count * math.log1p(-delta) if delta < 1 else -math.inf
     return Guarantee(total, -math.expm1(kept + math.log1p(-slack)))
@@ -152,6 +153,7 @@ def group(*, epsilon: float, delta: float, size: int) -> Guarantee:
     if epsilon == 0:
         return Guarantee(0.0, min(1.0, size * delta))
     log_ratio = _log_expm1(size * epsilon) - _log_expm1(epsilon)
+    log_ratio += 2.0**-50 * (1 + abs(_log_expm1(epsilon)))  # what two large logarithms lose
     worse = math.inf if log_ratio > 700 and delta > 0 else delta * math.exp(min(log_ratio, 700.0))
     return Guarantee(size * epsilon, min(1.0, worse))
 
@@ -165,8 +167,8 @@ def subsample(*, epsilon: float, rate: float, delta: float = 0.0) -> Guarantee:
     """
     _check(epsilon, delta)
     unit_rate(rate=rate)
-    if epsilon > 700:
-        return Guarantee(epsilon + math.log(rate), rate * delta)
+    if epsilon > 700:  # q(e^ε − 1) may be any number, small ones too: in logarithms
+        return Guarantee(float(np.logaddexp(0.0, epsilon + math.log(rate))), rate * delta)
     return Guarantee(math.log1p(rate * math.expm1(epsilon)), rate * delta)
 
 

@@ -53,6 +53,15 @@ def _goal(delta: float) -> float:
     return math.log(delta) * (1 + 2e-15) - 2e-13
 
 
+def _from_above(*, mu: float, epsilon: float) -> float:
+    """log δ(ε) and what the rounding of x = ε/μ − μ/2 may have taken off it, at least −1e6.
+
+    The slope of log δ in x is at most |x| + 2; x has lost digits where both of its terms are large.
+    """
+    lost = 2.0**-51 * (epsilon / mu + mu / 2) * (abs(epsilon / mu - mu / 2) + 2)
+    return max(log_delta(mu=mu, epsilon=epsilon), -1e6) + (lost if math.isfinite(lost) else 0.0)
+
+
 def log_delta(*, mu: float, epsilon: float) -> float:
     """log δ(ε); minus infinity where δ = 0 (μ = 0) or is below any float."""
     non_negative(mu=mu, epsilon=epsilon)
@@ -99,7 +108,7 @@ def epsilon(*, mu: float, delta: float) -> float:
         return math.inf
 
     def excess(e: float) -> float:
-        return max(log_delta(mu=mu, epsilon=e), -1e6) - goal
+        return _from_above(mu=mu, epsilon=e) - goal
 
     # The zCDP conversion with ρ = μ²/2 is an upper bound, hence the right end of the bracket.
     high = (mu**2 / 2 + mu * math.sqrt(-2 * goal)) * (1 + 1e-9)
@@ -119,7 +128,7 @@ def mu(*, epsilon: float, delta: float) -> float:
         return math.sqrt(8) * float(erfinv(delta)) * (1 - 1e-15)
 
     def excess(m: float) -> float:
-        return max(log_delta(mu=m, epsilon=epsilon), -1e6) - goal
+        return _from_above(mu=m, epsilon=epsilon) - goal
 
     root = math.sqrt(-2 * goal)
     low = 2 * epsilon / (root + math.sqrt(root**2 + 2 * epsilon)) * (1 - 1e-9)

@@ -102,11 +102,13 @@ class Tail:
         alias = self.alias * np.exp(-self.tilt * gap)
         # Far above the centre the factor would overflow; a smaller one keeps the curve too high.
         at_points = self.above[1:-1] - np.exp(np.minimum(gap, 700.0)) * self.shifted[1:-1] - alias
-        higher = np.flatnonzero(at_points > goal)
+        higher = np.flatnonzero(~(at_points <= goal))  # ∞ − ∞ is not known to be below
         if not len(higher):
             return max(0.0, self.first) if is_upper else 0.0
         j = int(higher[-1])  # the alias only falls from here to the next point
         ratio = (self.above[j + 1] - alias[j] - goal) / self.shifted[j + 1]
+        if not 0 < ratio < math.inf:  # rounding: the curve is not resolved here
+            return math.inf if is_upper else 0.0
         root = self.centre + math.log(ratio)
         root += (1 if is_upper else -1) * 1e-13 * (1 + abs(self.centre))
         return max(0.0, root)
@@ -242,7 +244,7 @@ def tail_of(parts: Sequence[tuple[GridLoss, int]], scout: Scout, is_upper: bool)
     points = sfft.next_fast_len(math.ceil((high - low) / step) + 2, real=True)
     points = min(points, 2 * MOST_POINTS)
     mass, rounding = _power(parts, lam, points)
-    if np.isnan(mass).any():  # a comparison would pass over it, on the unsafe side
+    if not np.isfinite(mass).all():  # a comparison would pass over it, on the unsafe side
         raise Unsupported(
             "these losses could not be added up in floating point (0·∞ at the tilt taken); "
             "use RDP, or another delta"
@@ -291,8 +293,10 @@ def _power(parts: Sequence[tuple[GridLoss, int]], lam: float, points: int) -> tu
     log_f = np.zeros(len(alive), dtype=complex)
     per_step = 0.0
     for part, count in parts:
-        tilted, there = np.zeros(len(part.mass)), part.mass > 0  # beyond them e^{…} may overflow
-        tilted[there] = part.mass[there] * np.exp(lam * part.losses[there] - part.log_moment(lam))
+        tilted, there = np.zeros(len(part.mass)), part.mass > 0
+        # masses in the exponent: e^{λ·loss}/M alone may overflow where they are tiny
+        exponent = lam * part.losses[there] - part.log_moment(lam)
+        tilted[there] = np.exp(exponent + np.log(part.mass[there]))
         index = (part.start + np.arange(len(tilted))) % points
         folded = np.bincount(index, tilted, points)
         transform = sfft.rfft(folded)[alive]

@@ -126,9 +126,11 @@ class Joined:
 def _invert(losses: Array, component: tuple[float, float], variance: float) -> Array:
     """x at which log(1 − q + q e^{(2mx − m²)/(2σ²)}) has the given values."""
     weight, mean = component
-    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
-        inner = np.expm1(np.minimum(losses, 700.0)) / weight
-        e = np.where(losses > 700.0, losses - math.log(weight), np.log1p(np.maximum(inner, -1.0)))
+    with np.errstate(divide="ignore", invalid="ignore"):
+        inner = np.expm1(np.minimum(losses, _LARGE)) / weight
+        # e^L/q leaves floating point before L does: large losses are inverted in logarithms
+        large = losses + np.log1p((weight - 1) * np.exp(-np.maximum(losses, _LARGE)))
+        e = np.where(losses > _LARGE, large - math.log(weight), np.log1p(np.maximum(inner, -1.0)))
     return np.asarray((e * variance + 0.5 * mean**2) / mean)
 
 
