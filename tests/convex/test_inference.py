@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from noshuffle import Budget
 from noshuffle.convex import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
@@ -242,3 +243,17 @@ def test_intervals_of_sums_cover_the_answer_of_the_table() -> None:
     tiny = PrivateLinearRegression(**{**made, "epsilon": 0.01}, test_seed=0).fit(x, y)
     with pytest.raises(Unsupported, match="hides"):
         tiny.intervals(sampling=False)
+
+
+@pytest.mark.parametrize("kind", [PrivateLinearRegression, PrivatePoissonRegressor])
+def test_too_few_passes_for_intervals_are_refused_before_anything_is_spent(
+    kind: Any, tmp_path: Path
+) -> None:
+    x = np.random.default_rng(0).uniform(-1, 1, (2000, 2))
+    budget = Budget(tmp_path / "budget", epsilon=2.0, delta=1e-5)
+    made: dict[str, Any] = {"solver": "gd", "bounds": (-1, 1), "target_bounds": (0.1, 2.0)}
+    made["inference"] = True
+    with pytest.raises(Unsupported, match="passes=3 or more"):
+        kind(passes=2, budget=budget, **made).fit(x, np.abs(x[:, 0]))
+    assert not budget.entries()
+    assert kind(passes=3, budget=budget, **made).fit(x, np.abs(x[:, 0])).privacy_.epsilon <= 1.0

@@ -185,6 +185,11 @@ class TableFit(GradientFit):
                 "inference=True needs solver 'gd' on dense rows that the noise does not hide; "
                 "leave it out, or use more rows or a larger epsilon"
             )
+        if self._schedule.steps < 2:  # found out after the last reading, it would cost all of ε
+            raise Unsupported(
+                "inference=True reads gradients on the way and at the answer, got passes="
+                f"{self.passes}; give passes=3 or more, or leave it out"
+            )
         if self.rows_per_unit is not None:
             raise Unsupported("inference=True has one row for each unit; leave rows_per_unit out")
         if outputs > 1 or not isinstance(loss, PerMargin) or loss.curvature() is None:

@@ -8,7 +8,7 @@ mean over the stream), neighbours are zero-out.
     theorem_4_3       regret, least squares, i.i.d.     L²R²(√(ln n/n) + √(d ln⁵(n/β) ln(1/δ))/(εn))
     ftrl_regret       as 4.1, constants proved here     LR√(2(1 + zE(√d + √(2 ln(n/β))))/n)
     ftrl_risk         as 4.2, constants proved here     ftrl_regret at β/2 + 2LR√(2 ln(2/β)/n)
-    sgd_regret        DP-SGD without amplification      LR√((B + dz²/B)/n), constants proved here
+    sgd_regret        DP-SGD without amplification      LR√((B + dz²T/n)/n), T = ⌈n/B⌉, proved here
 
 >>> sizes = Sizes(n=10_000, d=100, epsilon=1.0, delta=1e-6)
 >>> theorem_4_1(sizes).value is None, round(ftrl_regret(sizes).order, 3)
@@ -38,6 +38,8 @@ def tree_noise(sizes: Sizes) -> float:
     where n is a power of two, so this noise can miss its ε (8.48 for 8 at n = 1024, δ = 1e-5).
     """
     log = math.log(1 / sizes.delta)
+    if sizes.n < 2:
+        raise Unsupported("theorem 3.1 has no noise for one row; it needs n >= 2, got 1")
     if sizes.epsilon > 2 * log:
         raise Unsupported(
             f"theorem 3.1 needs epsilon <= 2 ln(1/delta) = {2 * log:.4g}, got {sizes.epsilon:g}"
@@ -135,13 +137,15 @@ def ftrl_risk(sizes: Sizes, *, spread: float | None = None, batch_size: int = 1)
 def sgd_regret(sizes: Sizes, *, batch_size: int = 1) -> Bound:
     """One pass of DP-SGD, every batch with noise for (ε, δ), nothing amplified; expected.
 
-    T = n/B projected steps of R/(G√T) have regret RG√T over the stream, G² = E‖g + noise‖² ≤
-    L²(B² + dz²), and the noise of a step is independent of the model it is evaluated at: mean zero,
-    no other cost. Per example LR√((B + dz²/B)/n), least at B = z√d (`best_batch`).
+    T = ⌈n/B⌉ projected steps of R/G have regret RG over the stream, G² = Σ E‖g + noise‖² ≤
+    L²(nB + Tdz²) (a short last batch has all of its noise), and the noise of a step is independent
+    of the model it is evaluated at: mean zero, no other cost. Per example LR√((B + dz²T/n)/n),
+    which is LR√((B + dz²/B)/n) where B divides n, least at B = z√d (`best_batch`).
     """
     s = sizes
     whole(batch_size=batch_size, at_most=s.n)
-    private = s.d / (gaussian.mu(epsilon=s.epsilon, delta=s.delta) ** 2 * batch_size)
+    steps = -(-s.n // batch_size)
+    private = s.d * steps / (gaussian.mu(epsilon=s.epsilon, delta=s.delta) ** 2 * s.n)
     total = s.scale * math.sqrt((batch_size + private) / s.n)
     share = batch_size / (batch_size + private)
     terms = {"optimisation": share * total, "privacy": (1 - share) * total}
