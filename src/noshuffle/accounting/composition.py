@@ -108,7 +108,8 @@ def optimal(*, epsilon: float, count: int, slack: float, delta: float = 0.0) -> 
     room = np.exp(log_upper + wrong) - slack
     needed = np.log(room[room > 0]) - log_lower[room > 0] + wrong
     total = float(np.max(needed, initial=0.0))
-    total = min(max(0.0, total * (1 + 1e-13)), count * epsilon)
+    # beyond kε nothing is lost, but below it by a rounding δ may be anything
+    total = min(max(0.0, total * (1 + 1e-13)), math.nextafter(count * epsilon, math.inf))
     kept = count * math.log1p(-delta) if delta < 1 else -math.inf
     return Guarantee(total, -math.expm1(kept + math.log1p(-slack)))
 
