@@ -276,10 +276,11 @@ def simulate_stacked(task: FederatedTask) -> float:
         ([1.195, 0.5], 1, [1.195, 0.5]),  # a regression
         ([2.0, 0.0], 1, [2.0, 0.0]),
         ([0.25, 1.0], 2, [0.25, 1.0]),  # shares of a class
-        ([1.0, 0.0], 2, [1, 0]),  # numbers of classes, written as floating point
+        ([1.0, 0.0], 2, [1.0, 0.0]),  # by their type, whatever the values are
+        ([1, 0], 2, [1, 0]),
     ],
 )
-def test_targets_keep_their_values(targets: list[float], classes: int, found: list[Any]) -> None:
+def test_targets_keep_their_values(targets: list[Any], classes: int, found: list[Any]) -> None:
     x, y = torch.tensor([[-62.09], [0.3]], dtype=torch.float64), torch.tensor(targets)
     task = FederatedTask("table", "table", (0, 1), np.arange(3), x, y, x, y, classes)
     got = torch.cat([task.client(user)[1] for user in task.users])

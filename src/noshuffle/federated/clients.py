@@ -16,16 +16,25 @@ and client clip by the same function. No state is kept between rounds.
 
 from __future__ import annotations
 
+import copy
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.factor import SLACK, Flat, clip_factor
 from noshuffle.clipping.stateless import call_with
-from noshuffle.errors import InvalidInput, instance_of, non_negative, positive, whole
+from noshuffle.errors import (
+    InvalidInput,
+    Unsupported,
+    instance_of,
+    non_negative,
+    positive,
+    whole,
+)
 
 #: A target that counts for nothing, as in torch's cross-entropy.
 NO_TARGET = -100
@@ -34,6 +43,8 @@ _FAR = 2.0**64
 
 #: Scores and targets of a batch → one loss per example.
 LossFn = Callable[[Tensor, Tensor], Tensor]
+
+_Part = TypeVar("_Part")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -95,6 +106,11 @@ def squared_error(answers: Tensor, targets: Tensor) -> Tensor:
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     """One loss per example: the mean over its targets, those marked `NO_TARGET` left out."""
+    if targets.is_floating_point() and targets.shape != scores.shape:
+        raise InvalidInput(
+            f"classes are whole numbers, and these targets are {targets.dtype}; give y.long(), or "
+            "a loss_fn for numbers (squared_error)"
+        )
     losses = nn.functional.cross_entropy(scores, targets, reduction="none", ignore_index=NO_TARGET)
     if losses.dim() == 1:
         return losses
@@ -152,6 +168,25 @@ def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta
     return ClippedDelta(values, norm, is_bad)
 
 
+def apart(part: _Part, parameters: Mapping[str, Tensor]) -> _Part:
+    """A client's own copy of a model or a loss, in which the server's parameters take part.
+
+    Whatever a layer keeps of its data (in a buffer, a frozen parameter, an attribute) goes with the
+    client; otherwise it would reach the next client, past the clip norm. A plain function is
+    returned as it is.
+    """
+    if not isinstance(part, nn.Module):
+        return part
+    replaced = {id(p): p for name, p in part.named_parameters() if name in parameters}
+    try:
+        return copy.deepcopy(part, replaced)
+    except Exception as error:
+        raise Unsupported(
+            f"every client trains a copy of its own, and {type(part).__name__} cannot be copied "
+            f"({error}); keep tensors with gradients out of its attributes"
+        ) from error
+
+
 def trained(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
@@ -163,8 +198,7 @@ def trained(
 ) -> dict[str, Tensor]:
     """The named parameters after one client's local steps; as they came without examples.
 
-    `model` itself stays untouched, its buffers included: statistics of the data that a layer keeps
-    are the client's, and go when it is done.
+    `model` and `loss_fn` stay untouched (`apart`), and are what every other client finds.
     """
     instance_of(nn.Module, model=model)
     instance_of(Mapping, parameters=parameters)
@@ -172,11 +206,11 @@ def trained(
     instance_of(LocalTraining, local=local)
     if len(x) != len(y):
         raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
-    buffers = {name: value.clone() for name, value in model.named_buffers()}
+    own, own_loss = apart(model, parameters), apart(loss_fn, {})
     now = {name: value.detach().clone() for name, value in parameters.items()}
     for rows in local.batches(len(x)):
         leaves = {name: value.requires_grad_() for name, value in now.items()}
-        loss = loss_fn(call_with(model, {**buffers, **leaves}, (x[rows],)), y[rows]).mean()
+        loss = own_loss(call_with(own, leaves, (x[rows],)), y[rows]).mean()
         grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
         now = {
             name: stepped(value.detach(), grad, start=parameters[name], local=local)

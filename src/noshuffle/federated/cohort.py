@@ -26,12 +26,15 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of, whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.spending import ADAPTIVE_CLIP
+from noshuffle.release.threshold import joint_multiplier
 from noshuffle.release.unit_ids import Ids, as_ids, kind_of_ids
 from noshuffle.statement import PrivacyStatement
 
@@ -47,6 +50,8 @@ SELF_LIMITED = (
     "its own that was never reset, and no answer counted that came later than was allowed for; who "
     "checked in when did not depend on the data of the protected user."
 )
+
+CONSTANT_CLIP = "The clip norm of the run was constant: no noisy counts of norms steered it."
 
 
 @dataclass(frozen=True)
@@ -156,15 +161,19 @@ def observed_participation(history: Iterable[Users], *, steps: int | None = None
     return MinSeparation(steps=horizon, separation=int(gaps.min()), max_participations=most)
 
 
-def account_afterwards(plan: Plan, seen: MinSeparation | Iterable[Users]) -> PrivacyStatement:
+def account_afterwards(
+    plan: Plan, seen: MinSeparation | Iterable[Users], *, clip: QuantileClip | None = None
+) -> PrivacyStatement:
     """The guarantee of a run whose participation is known only after it.
 
     `seen` is the log of rounds, who was sent work in each (see `read_log`); or, where nobody can be
     recognised, the limits that devices kept by themselves (see `timer.participation_from_times`).
+    `clip` is that of the server, where its clip norm followed a quantile.
 
     Guarantees: strategy and noise are those of the plan, and the sensitivity is that of the
     pattern that happened, over the planned number of steps; it may be better or worse than the
-    plan's own. The statement says in words that nothing was enforced.
+    plan's own. Noisy counts of a `clip` cost what they cost under that pattern, which is another
+    share than planned. The statement says in words that nothing was enforced.
     """
     instance_of(Plan, plan=plan)
     if isinstance(seen, Participation):
@@ -181,4 +190,9 @@ def account_afterwards(plan: Plan, seen: MinSeparation | Iterable[Users]) -> Pri
             "give the log of rounds, or MinSeparation(steps, separation, max_participations); got "
             f"{seen!r}"
         )
-    return replace(plan, participation=held).statement(notes=(note,))
+    own = replace(plan, participation=held)
+    if clip is None:
+        return own.statement(notes=(note, CONSTANT_CLIP))
+    instance_of(QuantileClip, clip=clip)
+    own = replace(own, noise_multiplier=joint_multiplier(clip, plan, own))
+    return own.statement(notes=(note, ADAPTIVE_CLIP))

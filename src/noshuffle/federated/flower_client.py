@@ -92,7 +92,10 @@ def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any
         x, y = task.client(user_of(context))
         as_in_a_group = takes_together(model, device=x.device, vectorise=vectorise)
         train_one = trained_alone if as_in_a_group else trained
-        now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
+        # A process may train several users: what one draws must not move the draws of the next.
+        with torch.random.fork_rng([x.device] if x.is_cuda else []):
+            torch.seed()
+            now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
         return Message(RecordDict({wire.ARRAYS: wire.to_arrays(now)}), reply_to=message)
 
     return client_app(train, user_fn=user_of, **more)

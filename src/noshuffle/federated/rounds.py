@@ -34,7 +34,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum
-from noshuffle.errors import InvalidInput, ReplayRefused, instance_of, whole
+from noshuffle.errors import InvalidInput, ReplayRefused, Unsupported, instance_of, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort, plain
 from noshuffle.federated.server import ServerOptimizer
@@ -90,6 +90,12 @@ class Rounds:
 
     def __init__(self, server: ServerOptimizer, *, at_least: int = 1, save_every: int = 1) -> None:
         instance_of(ServerOptimizer, server=server)
+        if server.plan.neighbours == "add-remove" and not server.plan.participation.is_sampled:
+            raise Unsupported(
+                "without a user another one is asked in the same round, and then later than "
+                "otherwise, so the steps of others do not stay as they are when one is removed; "
+                'fit the plan for neighbours="zero-out", where a user stays and contributes zero'
+            )
         whole(at_least=0, at_most=server.cohort_size, **{"at_least of Rounds": at_least})
         whole(save_every=save_every)
         self.server = server

@@ -151,6 +151,13 @@ class ServerOptimizer(OneOwner):
         """Copies of the current parameters: released values, free to be sent to anybody."""
         return {name: p.detach().clone() for name, p in self._parameters.items()}
 
+    def client_seed(self, step: int) -> int:
+        """For all that clients draw in a simulated round (dropout masks); nobody else knows it.
+
+        One generator serves many of them, so how much one draws moves the draws of all after it.
+        """
+        return self._release.seed(step)
+
     def sampler(self, population: int) -> Sampler:
         """The secret draws of a sampled plan (users are 0 … population − 1)."""
         return self._release.sampler(population)

@@ -43,6 +43,7 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import groups, pack, takes_together, trained_many
 from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
+from noshuffle.training.generators import seeded
 
 #: Round number → the users that check in, in the order in which they come.
 CheckIns = Callable[[int], Sequence[UserId]]
@@ -172,9 +173,10 @@ def simulate(
         if invitation is None:
             break
         users = [u for u in invitation.users if answers is None or answers(invitation.step, u)]
-        for user, delta in train(invitation.parameters, users, task, local, loss_fn):
-            sent = clip_delta(delta, clip_norm=invitation.clip_norm)
-            rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
+        with seeded(server.client_seed(invitation.step), server.device):
+            for user, delta in train(invitation.parameters, users, task, local, loss_fn):
+                sent = clip_delta(delta, clip_norm=invitation.clip_norm)
+                rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
         course.tell(rounds.finish())
     return course.result()
 

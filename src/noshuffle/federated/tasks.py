@@ -69,12 +69,14 @@ class FederatedTask:
     def _place(self) -> dict[UserId, int]:
         return {user: i for i, user in enumerate(self.users)}
 
-    @cached_property
+    @property
     def has_labels(self) -> bool:
-        """Whether targets are whole numbers that stand for classes."""
-        if not self.y.is_floating_point():
-            return True
-        return self.classes > 1 and bool((self.y == self.y.round()).all())
+        """Whether targets stand for classes: by their type alone.
+
+        Never by their values, or one user's (a NaN among whole numbers) would decide how everybody
+        else's are learned.
+        """
+        return not self.y.is_floating_point()
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -105,8 +107,7 @@ class FederatedTask:
     def widen(self, x: Tensor, y: Tensor) -> Batch:
         """What a model takes: symbols and labels as integers, pixels 0 … 255 scaled to [−1, 1].
 
-        Features in floating point keep their values and their type, and so do targets, unless they
-        are whole numbers that stand for classes.
+        What is floating point keeps its values and its type, features and targets.
         """
         if not x.is_floating_point():
             x = x.to(torch.float32) / 127.5 - 1 if self.kind == "image" else x.to(torch.int64)

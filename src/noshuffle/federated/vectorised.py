@@ -31,7 +31,7 @@ from torch.func import grad, vmap
 
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
+from noshuffle.federated.clients import LocalTraining, LossFn, apart, cross_entropy
 from noshuffle.federated.recurrent import is_plain, unrolled
 
 Rows = NDArray[np.int64]
@@ -127,7 +127,8 @@ def trained_many(
     Entry s of `batches` is (x, y, weights) of step s; `model` has no LSTM of torch's own.
     """
     start = {name: value.detach() for name, value in parameters.items()}
-    gradient = vmap(grad(weighted_loss(model, loss_fn)), randomness="different")
+    own = weighted_loss(apart(model, parameters), apart(loss_fn, {}))
+    gradient = vmap(grad(own), randomness="different")
     rows = max(2, clients)
     now = {name: value.expand(rows, *value.shape) for name, value in start.items()}
     for s, batch in enumerate(batches):

@@ -290,6 +290,17 @@ def bit_noise_for(plan: Plan, *, share: float) -> float:
     return plan.noise_multiplier * BIT_SENSITIVITY / (_ratio(plan) * math.sqrt(share))
 
 
+def joint_multiplier(config: QuantileClip, plan: Plan, held: Plan) -> float:
+    """z of one mechanism that costs units of `held` what updates and counts of `plan` cost them.
+
+    The noise was shared out by S/√k of the plan. Units with other limits than planned have another
+    ratio, and the share of the counts is another for them.
+    """
+    own = gradient_multiplier(plan.noise_multiplier, bit_noise=config.noise * _ratio(plan))
+    count = config.noise * _ratio(held) / BIT_SENSITIVITY
+    return float((own**-2 + count**-2) ** -0.5)
+
+
 def _ratio(plan: Plan) -> float:
     """S/√k of the module; one where a release is sampled."""
     if plan.participation.is_sampled:
