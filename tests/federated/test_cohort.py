@@ -155,6 +155,7 @@ def test_users_have_one_kind_of_name() -> None:
     units = first.units(["ada", "bob", "ada"])
     assert units[0] == units[2] != units[1]
     assert server().units(["ada"])[0] != units[0]
+    first.open(["ada", "bob"])
     with pytest.raises(InvalidInput, match="told its units apart by names, and now integers"):
         first.units([5])
     for wrong in ([""], [None], [1.5], [True], [2**70]):

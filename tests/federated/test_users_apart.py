@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import random
 from dataclasses import replace
 from typing import Any
 
@@ -23,6 +24,7 @@ from noshuffle.federated import (
     account_afterwards,
     local_train,
     simulate,
+    statement_for,
 )
 from noshuffle.federated.clients import cross_entropy, squared_error
 from noshuffle.federated.cohort import CONSTANT_CLIP
@@ -183,6 +185,32 @@ def test_masks_of_clients_are_nobodys_to_know(vectorise: bool) -> None:
     assert not torch.equal(again(a_source(seed=3)), again(a_source(seed=4)))
 
 
+class Skipping(nn.Module):
+    """Draws from Python's and NumPy's generators, as layers that are left out at random do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * random.random() + np.random.rand()  # noqa: NPY002
+
+
+def test_draws_of_python_and_numpy_are_secret_too() -> None:
+    def again(source: Source | None = None) -> Tensor:
+        random.seed(1)
+        np.random.seed(1)  # noqa: NPY002
+        found = the_sum(a_task(), model, source=source, local=LocalTraining(learning_rate=0.01))
+        assert (random.random(), np.random.rand()) == first  # noqa: NPY002
+        return found
+
+    random.seed(1)
+    np.random.seed(1)  # noqa: NPY002
+    first, model = (random.random(), np.random.rand()), Skipping()  # noqa: NPY002
+    assert not torch.equal(again(), again())
+    assert torch.equal(again(a_source(seed=3)), again(a_source(seed=3)))
+
+
 def test_rounds_have_masks_of_their_own() -> None:
     plan = Plan.fit(MinSeparation(9, 1, 9), mechanism="tree", noise_multiplier=1.0, unit="user")
     seeds = set()
@@ -216,9 +244,7 @@ def test_the_target_of_one_user_does_not_decide_how_others_are_learned() -> None
 
 
 def test_a_user_who_is_removed_gives_a_place_to_others() -> None:
-    """Their steps are others from there on: 14 places in 7 rounds (40 users, 20 rounds of 5), where a
-    plan of at most 3 participations counts 3.
-    """
+    """Whose steps are others then: 14 places in 7 rounds (40 users, 20 rounds of 5) were, for 3."""
     limits = MinSeparation(20, 4, 3)
     more = {"mechanism": "tree", "noise_multiplier": 1.0, "unit": "user"}
     for neighbours in ("zero-out", "replace-one", "add-remove"):
@@ -254,3 +280,20 @@ def test_counts_of_norms_are_paid_for_by_what_happened(
     constant = account_afterwards(plan, seen)
     assert CONSTANT_CLIP in constant.assumptions
     assert constant.epsilon <= said.epsilon * (1 + 1e-9)
+
+
+def test_a_question_about_a_user_does_not_say_how_users_are_named() -> None:
+    """It did, and a run that was asked about user 7 took no names any more."""
+    plan = Plan.fit(MinSeparation(4, 2, 2), mechanism="tree", noise_multiplier=1.0, unit="user")
+    server = ServerOptimizer(
+        {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2,
+        optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+    )  # fmt: skip
+    assert statement_for(server, 7).epsilon == 0.0
+    rounds = Rounds(server)
+    assert rounds.begin(["ada", "bob"]) is not None
+    rounds.finish()
+    with pytest.raises(InvalidInput, match="told its units apart by names"):
+        statement_for(server, 7)
+    with pytest.raises(InvalidInput, match="told its units apart by names"):
+        rounds.begin([7])

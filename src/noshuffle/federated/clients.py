@@ -18,10 +18,13 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable, Mapping
+import random
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TypeVar
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -185,6 +188,28 @@ def apart(part: _Part, parameters: Mapping[str, Tensor]) -> _Part:
             f"every client trains a copy of its own, and {type(part).__name__} cannot be copied "
             f"({error}); keep tensors with gradients out of its attributes"
         ) from error
+
+
+@contextmanager
+def own_draws(seed: int, device: torch.device) -> Iterator[None]:
+    """The generators of torch, NumPy and Python as this seed sets them; then as they were.
+
+    One process serves many clients: how much one draws (dropout, a layer that is left out) moves
+    the draws of all after it, so nobody may know what they begin with.
+    """
+    before, is_cuda = (random.getstate(), np.random.get_state()), device.type == "cuda"  # noqa: NPY002
+    with torch.random.fork_rng([device] if is_cuda else []):
+        torch.default_generator.manual_seed(seed)
+        if is_cuda:
+            with torch.cuda.device(device):
+                torch.cuda.manual_seed(seed)
+        random.seed(seed)
+        np.random.seed(seed % 2**32)  # noqa: NPY002
+        try:
+            yield
+        finally:
+            random.setstate(before[0])
+            np.random.set_state(before[1])  # noqa: NPY002
 
 
 def trained(

@@ -12,6 +12,7 @@ State: none, or the file of a `Timer`, claimed before the training function is c
 
 from __future__ import annotations
 
+import secrets
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
@@ -23,7 +24,13 @@ from torch import Tensor, nn
 
 from noshuffle.errors import InvalidInput
 from noshuffle.federated import flower_wire as wire
-from noshuffle.federated.clients import LocalTraining, LossFn, clip_delta, trained
+from noshuffle.federated.clients import (
+    LocalTraining,
+    LossFn,
+    clip_delta,
+    own_draws,
+    trained,
+)
 from noshuffle.federated.vectorised import takes_together, trained_alone
 
 if TYPE_CHECKING:  # a client is started for every message, and need not know the server's half
@@ -92,9 +99,7 @@ def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any
         x, y = task.client(user_of(context))
         as_in_a_group = takes_together(model, device=x.device, vectorise=vectorise)
         train_one = trained_alone if as_in_a_group else trained
-        # A process may train several users: what one draws must not move the draws of the next.
-        with torch.random.fork_rng([x.device] if x.is_cuda else []):
-            torch.seed()
+        with own_draws(secrets.randbits(56), x.device):
             now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
         return Message(RecordDict({wire.ARRAYS: wire.to_arrays(now)}), reply_to=message)
 

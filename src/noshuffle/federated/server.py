@@ -168,7 +168,7 @@ class ServerOptimizer(OneOwner):
         Strings are hashed under a secret of the run, so that a ledger does not give away who took
         part.
         """
-        return self._release.identify(checked_users(users))
+        return self._release.identify(checked_users(users), is_question=True)
 
     @in_turn
     def open(self, users: Users) -> Cohort:
@@ -179,7 +179,7 @@ class ServerOptimizer(OneOwner):
         returns, step and users are on the disk (with a run folder).
         """
         self._check_ready()
-        units = self.units(users)
+        units = self._release.identify(checked_users(users))
         names = [plain(user) for user in users]
         if len(np.unique(units)) < len(units):
             raise ParticipationViolation(

@@ -34,6 +34,7 @@ from noshuffle.federated.clients import (
     clip_delta,
     cross_entropy,
     local_train,
+    own_draws,
 )
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.per_user import Spending, spending
@@ -43,7 +44,6 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import groups, pack, takes_together, trained_many
 from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.generators import seeded
 
 #: Round number → the users that check in, in the order in which they come.
 CheckIns = Callable[[int], Sequence[UserId]]
@@ -173,7 +173,7 @@ def simulate(
         if invitation is None:
             break
         users = [u for u in invitation.users if answers is None or answers(invitation.step, u)]
-        with seeded(server.client_seed(invitation.step), server.device):
+        with own_draws(server.client_seed(invitation.step), server.device):
             for user, delta in train(invitation.parameters, users, task, local, loss_fn):
                 sent = clip_delta(delta, clip_norm=invitation.clip_norm)
                 rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)

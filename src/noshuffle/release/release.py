@@ -127,10 +127,11 @@ class Release(RunState):
         """
         return self._ring.sampling_key(step) if self._rng_seed == "secret" else b""
 
-    def identify(self, ids: Any, *, rows: int | None = None) -> Ids:
+    def identify(self, ids: Any, *, rows: int | None = None, is_question: bool = False) -> Ids:
         """Unit ids as numbers, one for each of `rows`, where that is given.
 
-        A run takes integers in every step, or names in every step.
+        A run takes integers in every step, or names in every step; of which kind, its first step
+        says, and no question that was asked before (`is_question`).
         """
         # what is refused leaves nothing on record
         found, kind = ids_and_kind(ids, secret=self.id_secret)
@@ -142,10 +143,11 @@ class Release(RunState):
                     f"this run told its units apart by {self._kind_of_ids}, and now {kind} came; "
                     "5 and '5' would count as two units, so give the same kind in every step"
                 )
-            if self.charge is not None:
-                self.charge.identify(kind)
-            self.ledger.bind("ids", kind)
-            self._kind_of_ids = kind
+            if not is_question:
+                if self.charge is not None:
+                    self.charge.identify(kind)
+                self.ledger.bind("ids", kind)
+                self._kind_of_ids = kind
         return found
 
     def admit(
