@@ -243,6 +243,21 @@ def test_the_target_of_one_user_does_not_decide_how_others_are_learned() -> None
     trained_alone(nn.Linear(4, 3), alone, x, shares, local=LOCAL)
 
 
+def test_rows_belong_to_one_user_and_users_have_one_place() -> None:
+    """A row of two users counted twice; of a user who was named twice, rows were never used."""
+    x, y = torch.zeros(8, 4), torch.zeros(8, dtype=torch.int64)
+
+    def make(users: tuple[int, ...], starts: list[int]) -> FederatedTask:
+        return FederatedTask("rows", "table", users, np.array(starts), x, y, x, y, 3)
+
+    assert len(make((0, 1, 2), [0, 5, 5, 8])) == 3
+    for starts in ([0, 5, 3, 8], [-2, 0, 4, 8]):
+        with pytest.raises(InvalidInput, match="starts must rise from 0 on"):
+            make((0, 1, 2), starts)
+    with pytest.raises(InvalidInput, match="user 1 is named twice"):
+        make((1, 0, 1), [0, 2, 4, 8])
+
+
 def test_a_user_who_is_removed_gives_a_place_to_others() -> None:
     """Whose steps are others then: 14 places in 7 rounds (40 users, 20 rounds of 5) were, for 3."""
     limits = MinSeparation(20, 4, 3)

@@ -61,6 +61,15 @@ class FederatedTask:
     def __post_init__(self) -> None:
         if len(self.starts) != len(self.users) + 1 or self.starts[-1] != len(self.x):
             raise InvalidInput(f"{self.name}: starts must give each user's first row, and the end")
+        if self.starts[0] < 0 or (np.diff(self.starts) < 0).any():
+            raise InvalidInput(
+                f"{self.name}: starts must rise from 0 on, or rows would belong to several users"
+            )
+        if len(self._place) < len(self.users):
+            twice = next(u for i, u in enumerate(self.users) if self._place[u] != i)
+            raise InvalidInput(
+                f"{self.name}: user {twice!r} is named twice; bring the rows of a user together"
+            )
 
     def __len__(self) -> int:
         return len(self.users)
