@@ -158,4 +158,60 @@ DRIVERS = (
         ("tests/training/compiled/test_step.py",),
         "P8",
     ),
+    Mutant(
+        "simulated clients share one model",
+        "federated/clients.py",
+        "return copy.deepcopy(part, replaced)",
+        "return part",
+        (
+            "tests/federated/test_users_apart.py::test_what_a_model_keeps_of_one_user_does_not_reach_the_next",
+        ),
+        "P8",
+    ),
+    Mutant(
+        "simulated clients draw from torch's own generator",
+        "federated/simulate.py",
+        "with own_draws(server.client_seed(invitation.step), server.device):",
+        "if True:",
+        ("tests/federated/test_users_apart.py::test_masks_of_clients_are_nobodys_to_know",),
+        "P4",
+    ),
+    Mutant(
+        "masks of a user-level run are drawn from a public seed",
+        "release/run_state.py",
+        'plan.neighbours == "zero-out" and plan.unit == "example"',
+        'plan.neighbours == "zero-out"',
+        ("tests/training/test_user_masks.py::test_masks_of_a_user_level_run_are_secret",),
+        "P4",
+    ),
+    Mutant(
+        "targets are labels by their values",
+        "federated/tasks.py",
+        "return not self.y.is_floating_point()",
+        "return bool((self.y == self.y.round()).all())",
+        (
+            "tests/federated/test_users_apart.py::test_the_target_of_one_user_does_not_decide_how_others_are_learned",
+        ),
+        "P3",
+    ),
+    Mutant(
+        "rounds without a user are those with one",
+        "federated/rounds.py",
+        'if server.plan.neighbours == "add-remove" and',
+        "if False and",
+        (
+            "tests/federated/test_users_apart.py::test_a_user_who_is_removed_gives_a_place_to_others",
+        ),
+        "P3",
+    ),
+    Mutant(
+        "counts of norms cost what was planned",
+        "release/threshold.py",
+        "count = config.noise * _ratio(held) / BIT_SENSITIVITY",
+        "count = config.noise * _ratio(plan) / BIT_SENSITIVITY",
+        (
+            "tests/federated/test_users_apart.py::test_counts_of_norms_are_paid_for_by_what_happened",
+        ),
+        "P3",
+    ),
 )
