@@ -43,7 +43,7 @@ NO_IDS = "No ids were given: every row is taken to be a unit of its own."
 IDS = "Units were told apart by the ids given with the rows; an id that came twice was refused."
 MANY_ROWS = (
     "A unit is a user, told by the ids given with the rows; the rows of one user count for at most "
-    "{} together, and the guarantee covers all of them, but not how many rows there are of all users, "
+    "{} together, and the guarantee covers all of them, but not how many rows there are in all, "
     "which is taken to be public."
 )
 SETTINGS = "All other settings are taken to have been chosen without the data, too."
