@@ -13,10 +13,8 @@ ends of processes, and a process that ends before its time fails the test at onc
 ended by its number. Who was silent is read from the log: a machine that misses heartbeats may lose
 more answers than the one that was killed.
 
-Flower 1.41 gives up a client that has not said a word 30 s after it was asked for, which is less
-than Python needs to start on a machine that is ten times overloaded, and starts it again, for ever;
-there is no option for it, so `PATIENT` sets the constant. A client that comes a second time for the
-same round finds the gate as it was.
+All processes are forked from a warm one (`warm.py`). A client that comes a second time for the same
+round finds the gate as it was.
 """
 
 from __future__ import annotations
@@ -30,7 +28,6 @@ import shutil
 import signal
 import socket
 import sqlite3
-import subprocess
 import sys
 import time
 import tomllib
@@ -41,6 +38,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.federated.warm import Forked, Warm
 
 from noshuffle.federated import observed_participation, read_log, simulate
 from noshuffle.release import checkpoint
@@ -51,20 +49,6 @@ pytest.importorskip("flwr", reason="needs the extra 'federated'")
 APP = Path(__file__).parents[2] / "examples" / "federated"
 BIN = Path(sys.executable).parent
 LIMIT = 14_400.0  # seconds, lest a fault wait for ever; an idle machine needs some minutes
-
-#: Runs a command of Flower that gives a process it started an hour for its first word.
-PATIENT = """
-import sys
-from importlib.metadata import entry_points
-
-from flwr.supercore.corestate import in_memory_corestate, sql_corestate
-
-in_memory_corestate.HEARTBEAT_DEFAULT_INTERVAL = 3600
-sql_corestate.HEARTBEAT_DEFAULT_INTERVAL = 3600
-sys.argv = sys.argv[1:]
-(command,) = entry_points(group="console_scripts", name=sys.argv[0])
-command.load()()
-"""
 
 #: Put behind the app's client: user u in round n says that it has arrived, and waits.
 GATE = """
@@ -134,7 +118,7 @@ class Network:
         self.folder = folder
         self.port = free_port()
         self.end_at = time.monotonic() + LIMIT
-        self.alive: list[subprocess.Popen[bytes]] = []
+        self.alive: list[Forked] = []
         self.started = 0
         home = folder / "home"
         home.mkdir()
@@ -158,30 +142,21 @@ class Network:
             "OMP_NUM_THREADS": "1",
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
         }
+        self.warm = Warm(folder, self.env)
 
-    def log(self, process: subprocess.Popen[bytes]) -> str:
-        return Path(str(process.args[-1])).read_text(errors="replace")  # type: ignore[index]
-
-    def start(self, *command: str) -> subprocess.Popen[bytes]:
+    def start(self, *command: str) -> Forked:
         """A command of Flower, with a log of its own."""
         self.started += 1
-        path = self.folder / f"{self.started}-{Path(command[0]).name}.log"
-        with path.open("wb") as out:
-            process = subprocess.Popen(
-                [sys.executable, "-c", PATIENT, *command],
-                env=self.env, cwd=self.folder, stdout=out, stderr=subprocess.STDOUT,
-                stdin=subprocess.DEVNULL,
-            )  # fmt: skip
-        process.args = [*command, str(path)]
+        process = self.warm.start(command, self.folder / f"{self.started}-{command[0]}.log")
         self.alive.append(process)
         return process
 
     def until(self, what: str, is_so: Callable[[], object], *, ending: object = None) -> None:
         """Wait for a fact; nothing but the process `ending` may end meanwhile."""
         while not is_so():
-            dead = [p.args for p in self.alive if p is not ending and p.poll() is not None]
+            dead = [p.command for p in self.alive if p is not ending and p.has_ended()]
             if dead or time.monotonic() > self.end_at:
-                logs = "\n".join(f"== {p.args}\n{self.log(p)[-3000:]}" for p in self.alive)
+                logs = "\n".join(f"== {p.command}\n{p.said()[-3000:]}" for p in self.alive)
                 why = f"{dead} ended" if dead else f"{LIMIT:.0f} s are over"
                 pytest.fail(f"no {what}: {why}\n{logs}")
             time.sleep(0.2)
@@ -191,14 +166,14 @@ class Network:
         for number in numbers:
             (self.gate / f"go-{user}-{number}").touch()
 
-    def up(self) -> tuple[subprocess.Popen[bytes], ...]:
+    def up(self) -> tuple[Forked, ...]:
         """SuperLink first, then two SuperNodes that connect at once."""
         link = self.start(
             "flower-superlink", "--insecure", "--host", "127.0.0.1", "--port", str(self.port),
             "--database", str(self.folder / "state.db"),
             "--disable-runtime-dependency-installation",
         )  # fmt: skip
-        self.until("SuperLink", lambda: "Uvicorn running" in self.log(link))
+        self.until("SuperLink", lambda: "Uvicorn running" in link.said())
         nodes = [
             self.start(
                 "flower-supernode", "--insecure", "--superlink", f"127.0.0.1:{self.port}",
@@ -208,24 +183,24 @@ class Network:
             for i in range(2)
         ]  # fmt: skip
         for node in nodes:
-            self.until("SuperNode", lambda node=node: "SuperNode ID" in self.log(node))  # type: ignore[misc]
+            self.until("SuperNode", lambda node=node: "SuperNode ID" in node.said())  # type: ignore[misc]
         return link, *nodes
 
-    def run(self, **settings: Any) -> subprocess.Popen[bytes]:
+    def run(self, **settings: Any) -> Forked:
         words = [f'{k}="{v}"' if isinstance(v, str) else f"{k}={v}" for k, v in settings.items()]
         return self.start(
             "flwr", "run", str(self.app), "here", "--stream", "--run-config", " ".join(words)
         )
 
-    def kill(self, process: subprocess.Popen[bytes]) -> None:
+    def kill(self, process: Forked) -> None:
         """This process and what it started, each by its number, without a last word."""
         below = children_of(process.pid)
         process.kill()
         for pid in below:
             with suppress(OSError):
-                if b"fl" in Path(f"/proc/{pid}/cmdline").read_bytes():
+                if b"warm.py" in Path(f"/proc/{pid}/cmdline").read_bytes():
                     os.kill(pid, signal.SIGKILL)
-        process.wait(timeout=LIMIT)
+        assert process.has_ended(timeout=LIMIT)
         self.alive.remove(process)
 
     def arrived(self, user: int, number: int) -> bool:
@@ -241,6 +216,7 @@ def network(folder: Path) -> Iterator[Network]:
     finally:
         for process in list(net.alive):
             net.kill(process)
+        net.warm.close()
 
 
 def charged(folder: Path) -> int:
@@ -265,19 +241,19 @@ def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.Mo
         # The round waits for an answer that never comes, so the server is in the middle of it.
         for process in (node_1, link, first, node_0):
             net.kill(process)
-        before = net.log(first)
+        before = first.said()
         assert charged(folder) == 2
         assert checkpoint.saved(folder / "checkpoints")[-1].name.endswith("1"), before
 
         link, node_0, node_1 = net.up()
         second = net.run(**settings, **{"timeout": LIMIT, "stop-after": 3})
         # A machine that misses heartbeats may have given the user up before.
-        is_over = lambda: net.arrived(1, 2) or second.poll() is not None  # noqa: E731
+        is_over = lambda: net.arrived(1, 2) or second.has_ended()  # noqa: E731
         net.until("user 1 in round 2", is_over, ending=second)
         net.kill(node_1)
         # The SuperLink notices within a minute or so, and answers in place of the node.
-        net.until("end", lambda: second.poll() is not None, ending=second)
-        after = net.log(second)
+        net.until("end", lambda: second.has_ended(), ending=second)
+        after = second.said()
 
     assert "round 1: its outcome is unknown; its noise is skipped" in after, after
     assert "round 2: user 1 sent no update" in after, after  # by name, not as node 1
