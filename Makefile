@@ -19,7 +19,7 @@ test: $(DEV)
 	$(BIN)/ruff check src tests benchmarks examples
 	$(BIN)/ruff format --check src tests benchmarks examples
 	# Test modules are compiled meanwhile, once; else each of the three would do it for itself.
-	@$(BIN)/python -m pytest --collect-only -qq > /dev/null 2>&1 & $(BIN)/mypy; is=$$?; wait; exit $$is
+	@$(BIN)/python -m pytest --noconftest -p tests.rewrite_only > /dev/null 2>&1 & $(BIN)/mypy; is=$$?; wait; exit $$is
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 3
 
 # Every speed table beside its peers; what is not installed is named and left out.
