@@ -848,7 +848,9 @@ def rank_of(number: int, size: int, out: Path) -> None:
 
 def main(worlds: list[str]) -> None:
     """Start all ranks of all worlds; the first that fails ends the others."""
-    importlib.import_module("torch._dynamo")  # which an optimizer needs in its first step
+    # What a first step and the stream of a tree would import in every rank.
+    for name in ("torch._dynamo", "scipy.signal", "cryptography.hazmat.primitives.ciphers"):
+        importlib.import_module(name)
     ranks: set[int] = set()
     for size, out in (world.split(":", 1) for world in worlds):
         for number in range(int(size)):
