@@ -141,6 +141,8 @@ class Network:
             "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
             "OMP_NUM_THREADS": "1",
             "PATH": f"{BIN}{os.pathsep}{os.environ.get('PATH', '')}",
+            # What is tested here, also where it is found by a relative path.
+            "PYTHONPATH": os.pathsep.join(os.path.abspath(path) for path in sys.path),
         }
         self.warm = Warm(folder, self.env)
 
