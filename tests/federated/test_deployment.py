@@ -89,8 +89,12 @@ SETTINGS: dict[str, Any] = {
 
 
 def free_port() -> int:
-    """Below those that the system gives to connections, or one would take it before it is used."""
-    for port in random.SystemRandom().sample(range(10_000, 30_000), 1000):
+    """Below those that the system gives to connections, or one would take it before it is used.
+
+    By the clock: where nobody watches, the system's chance is the same in every run (`Entropy`),
+    and two runs on one machine would take the same port.
+    """
+    for port in random.Random(time.time_ns()).sample(range(10_000, 30_000), 1000):
         with closing(socket.socket()) as probe, suppress(OSError):
             probe.bind(("127.0.0.1", port))
             return port
