@@ -166,9 +166,17 @@ CLIPPING = (
     Mutant(
         "a row is asked for where one order leaves it",
         "clipping/row_check.py",
-        "yield take(rows, torch.tensor([0, 1, 0, 0]))",
+        'yield take(rows, torch.tensor([0, 1, 0, 0], device="cpu"))',
         "yield rows",
         ("tests/clipping/test_row_check.py",),
+        "mixing",
+    ),
+    Mutant(
+        "a model on a GPU is not asked beside rows that only a CPU is shown",
+        "clipping/host_trial.py",
+        "if not is_asked(model, batch):",
+        "if True:",
+        ("tests/clipping/test_host_trial.py",),
         "mixing",
     ),
     Mutant(
