@@ -59,7 +59,8 @@ def _from_above(*, mu: float, epsilon: float) -> float:
     The slope of log δ in x is at most |x| + 2; x has lost digits where both of its terms are large.
     """
     lost = 2.0**-51 * (epsilon / mu + mu / 2) * (abs(epsilon / mu - mu / 2) + 2)
-    return max(log_delta(mu=mu, epsilon=epsilon), -1e6) + (lost if math.isfinite(lost) else 0.0)
+    found = log_delta(mu=mu, epsilon=epsilon) + (lost if math.isfinite(lost) else 0.0)
+    return max(found, -1e6)
 
 
 def log_delta(*, mu: float, epsilon: float) -> float:

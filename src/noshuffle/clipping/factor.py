@@ -238,9 +238,11 @@ def clip_factors(
     ok: Any = losses_ok
     there: Any = present
     add: Callable[..., Any] = _added
+    as_tensor: Callable[[Any], Tensor] = Tensor.detach
     if _are_plain((*squares.values(), losses_ok, present)):
         own = {name: square.detach().numpy() for name, square in squares.items()}
         lib, add, ok, there = np, _added_on_host, losses_ok.numpy(), present.numpy()
+        as_tensor = torch.from_numpy
     with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
         norms = lib.sqrt(add(list(own.values()), ok))
         bad = there & ~(lib.isfinite(norms) & ok)
@@ -250,13 +252,9 @@ def clip_factors(
             is_all = len(names) == len(own)
             norm = norms if is_all else lib.sqrt(add([own[n] for n in names], ok))
             factor = clip_factor(norm, c, slack=slack, keep=keep)
-            factors.append((names, _tensor(factor)))
+            factors.append((names, as_tensor(factor)))
         shown = lib.where(there, norms, 0.0)
-    return factors, _tensor(shown), _tensor(bad)
-
-
-def _tensor(values: Any) -> Tensor:
-    return values if isinstance(values, Tensor) else torch.from_numpy(values)
+    return factors, as_tensor(shown), as_tensor(bad)
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:

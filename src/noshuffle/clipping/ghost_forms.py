@@ -237,7 +237,7 @@ def ghost_forms(
     watch = watching(model, layers.watched, run.seen, tape, inside=layers.rewritten.values())
     write = as_written(model) if names is None else nullcontext()
     cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
-    turn = ordered_early(layers.ruled.values())
+    turn = ordered_early(layers.norms) if layers.norms else nullcontext()
     lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
     pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
     repeats = torch.backends.cudnn.deterministic

@@ -6,8 +6,10 @@
 Autograd then keeps the copy and clipping the original, both until the backward pass. Made before
 the call, the copy is the only one; the numbers are the same. State: hooks inside the blocks.
 
->>> with cast_early([nn.Linear(2, 2)]), ordered_early([nn.GroupNorm(1, 2)]):
-...     pass
+>>> norm, x = nn.GroupNorm(1, 2), torch.randn(1, 2, 3, 3).to(memory_format=torch.channels_last)
+>>> with ordered_early([norm]):
+...     norm(x).is_contiguous(), torch.equal(norm(x), norm(x.contiguous()))
+(True, True)
 """
 
 from __future__ import annotations
@@ -46,14 +48,9 @@ def _in_order(layer: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...] | None
 
 
 @contextmanager
-def ordered_early(layers: Iterable[nn.Module]) -> Iterator[None]:
+def ordered_early(norms: Iterable[nn.Module]) -> Iterator[None]:
     """Bring channels that come last in front before norms of a GPU, which would do it inside."""
     with ExitStack() as stack:
-        for layer in layers:
-            if (
-                isinstance(layer, nn.GroupNorm)
-                and layer.weight is not None
-                and layer.weight.is_cuda
-            ):
-                stack.callback(layer.register_forward_pre_hook(_in_order).remove)
+        for layer in norms:
+            stack.callback(layer.register_forward_pre_hook(_in_order).remove)
         yield

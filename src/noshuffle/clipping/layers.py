@@ -68,6 +68,12 @@ class Layers:
         """All that are watched; to be asked for when nothing is added any more."""
         return {**self.ruled, **self.opaque}
 
+    @cached_property
+    def norms(self) -> list[nn.Module]:
+        """Group norms on a GPU, which bring channels in front (`kept_inputs`)."""
+        found = (layer for layer in self.ruled.values() if isinstance(layer, nn.GroupNorm))
+        return [layer for layer in found if layer.weight is not None and layer.weight.is_cuda]
+
     def unruled(self, name: str) -> dict[str, nn.Parameter]:
         """Parameters of an opaque layer that are written out, by their names in it."""
         found = self.opaque[name].named_parameters(recurse=name not in self.split)
