@@ -53,6 +53,27 @@ def test_quadrature_meets_the_finite_sum_at_whole_orders(
     assert renyi_curves._real_order(sigma, q, float(order)) == pytest.approx(exact, abs=1e-9)
 
 
+@given(
+    sigma=st.floats(-2.6, -2.1).map(lambda x: 10**x),
+    q=st.floats(-5, -0.05).map(lambda x: 10**x),
+    order=st.floats(1.05, 3.95),
+)
+@settings(max_examples=20, deadline=None)
+def test_little_noise_is_not_below_the_integral(sigma: float, q: float, order: float) -> None:
+    """Its points took gigabytes; without sampling it is larger by α/(α − 1)·log 1/q at most."""
+    whole = renyi_curves.poisson(noise_multiplier=sigma, rate=1.0, order=order)
+    exact = float(np.logaddexp(0.0, renyi_curves._real_order(sigma, q, order))) / (order - 1)
+    assert exact <= whole * (1 + 1e-12)
+    assert whole <= exact + order / (order - 1) * math.log(1 / q) + 1e-9 * whole
+
+
+@pytest.mark.parametrize("order", [1.1, 2.0, 30.7])
+def test_any_noise_has_a_divergence(order: float) -> None:
+    for exponent in range(-200, 0, 7):
+        found = renyi.divergence(noise_multiplier=10.0**exponent, rate=0.01, order=order)
+        assert found <= order / 2 * 10.0 ** (-exponent) * 10.0 ** (-exponent) * (1 + 1e-12)
+
+
 @pytest.mark.parametrize("sigma", [0.5, 0.8, 1.3])
 def test_even_moments_match_signed_differences(sigma: float) -> None:
     moments = renyi_curves._even_moments(sigma, 8)

@@ -29,6 +29,8 @@ from scipy.special import gammaln
 
 Array = np.ndarray
 
+#: Points of an integral.
+_MOST_POINTS = 2**21
 #: Above this order the fixed-size bound keeps only its simpler terms, as in published tables.
 _LARGEST_TIGHT_ORDER = 256
 
@@ -51,14 +53,26 @@ def _log_sum_exp(x: Array) -> float:
 
 
 def poisson(*, noise_multiplier: float, rate: float, order: float) -> float:
-    """D_α((1 − q) N(0, σ²) + q N(1, σ²) ‖ N(0, σ²)), the exact value at any real α > 1."""
-    if rate == 1:
-        return order / (2 * noise_multiplier**2)
+    """D_α((1 − q) N(0, σ²) + q N(1, σ²) ‖ N(0, σ²)), the exact value at any real α > 1.
+
+    With so little noise that the integral would take millions of points, α that are not whole have
+    the divergence without sampling, which is larger by at most α/(α − 1)·log 1/q.
+    """
+    whole = order / 2 / noise_multiplier / noise_multiplier
+    if rate == 1 or not math.isfinite(whole):
+        return whole
     if float(order).is_integer():
         log_excess = _whole_order(noise_multiplier, rate, int(order))
+    elif order / noise_multiplier + 76.0 > _MOST_POINTS * _step(noise_multiplier):
+        return whole
     else:
         log_excess = _real_order(noise_multiplier, rate, order)
     return float(np.logaddexp(0.0, log_excess)) / (order - 1)
+
+
+def _step(sigma: float) -> float:
+    """Between two points of the integral."""
+    return min(0.4, math.pi * sigma) * 0.15
 
 
 def _whole_order(sigma: float, q: float, order: int) -> float:
@@ -76,7 +90,7 @@ def _real_order(sigma: float, q: float, order: float) -> float:
     The singularities at Im t = ±πσ bound the error by e^{−2π·πσ/h}, the Gaussian by e^{−2π²/h²};
     the step makes both negligible. The integrand has its weight around t = 0 and t = α/σ.
     """
-    h = min(0.4, math.pi * sigma) * 0.15
+    h = _step(sigma)
     low, high = -38.0, order / sigma + 38.0
     t = low + h * np.arange(math.ceil((high - low) / h) + 1)
     e = (2 * sigma * t - 1) / (2 * sigma**2)
