@@ -5,6 +5,7 @@ All from results alone and the settings that ship with the figure. No state.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -162,4 +163,17 @@ def compare(task: str, line: str, other: str, results: Results) -> ClaimVerdict:
     if not both:
         return not_tested("no ε in common")
     told = "; ".join(beside(first[e], second[e]) for e in both)
+    near = ", ".join(f"{e:g}" for e in both if are_near(first[e], second[e]))
+    told += f" (within a standard error of the difference at ε = {near})" if near else ""
     return verdict(all(first[e].mean >= second[e].mean for e in both), told)
+
+
+def are_near(a: Point, b: Point) -> bool:
+    """Whether two means differ by less than the standard error of their difference.
+
+    >>> a, b = Point(1.0, (0.50, 0.52), 0.1), Point(1.0, (0.505, 0.525), 0.1)
+    >>> are_near(a, b), are_near(a, Point(1.0, (0.60, 0.62), 0.1))
+    (True, False)
+    """
+    errors = (point.deviation / math.sqrt(len(point.values)) for point in (a, b))
+    return abs(a.mean - b.mean) < math.hypot(*errors)
