@@ -718,6 +718,31 @@ def test_a_run_that_fails_after_its_charge_stays_with_it(
     assert len(budget.entries()) == 1
 
 
+def test_a_run_that_ends_between_its_charge_and_its_ledger_stays_with_it(
+    budget: Budget, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its folder was taken back and the charge stayed with nobody; killed there, it paid twice."""
+    plan, bind = plan_of(), Ledger.bind
+
+    def stopped(ledger: Ledger, key: str, value: str) -> None:
+        if key == "budget":
+            raise KeyboardInterrupt
+        bind(ledger, key, value)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Ledger, "bind", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            sums_of(budget, plan, run=tmp_path / "run")
+    reserved = mu_of(budget)
+    assert reserved > 0
+    shutil.copytree(tmp_path / "run", tmp_path / "copy")
+    sums_of(budget, plan, run=tmp_path / "run").add([1.0], ids=[1])
+    assert mu_of(budget) == reserved
+    assert len(budget.entries()) == 1
+    sums_of(budget, plan, run=tmp_path / "copy")  # another run, which pays for itself
+    assert len(budget.entries()) == 2
+
+
 @pytest.mark.parametrize("given", ["a folder", 4.0])
 def test_a_budget_is_given_as_one(given: Any) -> None:
     with pytest.raises(InvalidInput, match=r"budget must be a noshuffle.Budget, got (str|float)"):

@@ -292,22 +292,24 @@ class Budget:
                 })  # fmt: skip
             barred = self._limit.barred(state, cost, but=own)
         known_by = (*known.lives, *new) if known is not None else tuple(lives)
-        return OpenRun(self._limit, self._books, own, origin or own, barred, secret, known_by)
+        begun = origin or (own if known is None else known.origin)
+        return OpenRun(self._limit, self._books, own, begun, barred, secret, known_by)
 
     def _found(
         self, state: BooksState, origin: str | None, lives: Sequence[str], released: int
     ) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
-        if origin is None:
-            return None
-        if not origin.startswith(f"{self.name}/"):
+        if origin is None:  # its process may have ended before its ledger heard of its place
+            mine = [one for one in state.entries.values() if one.lives]
+        elif not origin.startswith(f"{self.name}/"):
             raise InvalidInput(f"this run draws on the budget {origin.partition('/')[0]}, not this")
-        if origin not in state.entries:
+        elif origin not in state.entries:
             raise VerificationFailed(
                 f"{self.folder} does not know of a run that draws on it: the budget is older than "
                 "the run; bring the newer one back"
             )
-        mine = [one for one in state.entries.values() if one.origin == origin]
+        else:
+            mine = [one for one in state.entries.values() if one.origin == origin]
         known = (one for one in reversed(mine) if set(one.lives) <= set(lives))
         return next((one for one in known if released >= one.rows), None)
 

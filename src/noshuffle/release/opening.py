@@ -122,10 +122,12 @@ def open_run(
             folder.write_ring(ring)
         opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
         return _charged(opened, plan, budget)
-    except BaseException:
-        # One that never got its place in a budget leaves nothing in the way of the next try.
+    except BaseException as error:
+        # One that never got its place in a budget leaves nothing in the way of the next try. One
+        # that was interrupted may have got it: its keys name it there when it is opened again.
+        is_refused = is_new and isinstance(error, NoshuffleError)
         try:
-            is_refused = is_new and ledger.meta("budget") is None
+            is_refused = is_refused and ledger.meta("budget") is None
         finally:
             ledger.let_go()
         if is_refused:
