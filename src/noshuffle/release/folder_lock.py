@@ -69,6 +69,9 @@ def take(folder: Path) -> FolderLock | None:
     except OSError:
         os.close(file)
         return None
+    if not _is_at(path, file):  # a run that was refused has taken it away since it was opened
+        os.close(file)
+        return take(folder)
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
     _HELD[_place(os.fstat(file))] = held = FolderLock(file)
@@ -89,6 +92,14 @@ def is_held(folder: Path) -> bool | None:
     except OSError:
         return None
     return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
+
+
+def _is_at(path: Path, file: int) -> bool:
+    """Whether others that come to this path find the file that is open here."""
+    try:
+        return _place(os.stat(path)) == _place(os.fstat(file))
+    except FileNotFoundError:
+        return False
 
 
 def _place(found: os.stat_result) -> tuple[int, int, int]:
