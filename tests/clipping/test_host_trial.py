@@ -137,3 +137,42 @@ def test_new_tensors_lie_on_the_cpu_whatever_the_default_is() -> None:
         assert asked(model) == ""
     finally:
         torch.set_default_device(None)
+
+
+class KernelError(Exception):
+    """As libraries of kernels for a GPU have them: of no kind that torch knows."""
+
+
+@pytest.mark.parametrize("error", [KernelError, AttributeError, ImportError, OSError])
+def test_whatever_a_model_raises_on_a_cpu_it_is_not_asked_there(error) -> None:
+    def only_on_a_gpu(x: torch.Tensor) -> torch.Tensor:
+        raise error("needs a GPU")
+
+    assert asked(Plus(only_on_a_gpu)).endswith("(needs a GPU)")
+
+
+class Teaching(nn.Module):
+    """A loss that keeps tensors, and puts new ones in their place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale, self.teacher = torch.ones(3), nn.Linear(3, 3)
+
+    def forward(self, scores: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        self.scale = self.scale * 1.0
+        return F.cross_entropy(scores * self.scale, labels, reduction="none")
+
+
+def test_a_loss_is_as_before_and_counts_with_the_model(monkeypatch) -> None:
+    """What it had made on the CPU stayed in it, and a teacher of any size was copied there."""
+    loss, rows = Teaching(), (torch.randn(4, 3), torch.tensor([0, 1, 2, 0]))
+    scale = loss.scale
+
+    def told() -> str:
+        model = nn.Linear(3, 3)
+        return tried_on_host(model, loss, rows, lambda *_: {}, is_asked=lambda *_: True)
+
+    assert told() == ""
+    assert loss.scale is scale
+    monkeypatch.setattr(host_trial, "MOST", 12)  # those of the model
+    assert told().endswith("(more than 12 numbers)")

@@ -5,8 +5,8 @@ A number that an operation refuses, such as an index outside its table, ends the
 So `trial_rows` makes no such rows there, and a model whose examples mix beside them only (places by
 a running count, a mean over labels that count) would be taken at its word. Its tensors lie on the
 CPU while it is asked there, and are then as they were, in the memory that they had. A model that
-does not run there is not asked: it places tensors by itself, or its loss does. Nor is one with more
-than `MOST` numbers, for which that takes too long. Both are said. No state.
+does not run there is not asked: it places tensors by itself, or its loss does. Nor is one that has,
+with its loss, more than `MOST` numbers, for which that takes too long. Both are said. No state.
 
 >>> model = nn.Linear(2, 2)
 >>> with lent(model, move=lambda t: 0 * t):
@@ -19,7 +19,7 @@ True
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -28,15 +28,16 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._device import _device_constructors
 from torch.utils._pytree import tree_leaves, tree_map
 
-from noshuffle.clipping.isolation_check import REFUSALS, alone_still
+from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.look_runs import FIXED
 from noshuffle.clipping.objective import Batch, Loss, take
 from noshuffle.clipping.row_check import FormsFn, pair_in_place
 from noshuffle.clipping.statefulness import kept_tensors, put_back_after
 from noshuffle.clipping.trial_rows import first_rows, unlike_pair, usual
+from noshuffle.errors import Unsupported
 
-#: Numbers of a model that is tried on a CPU as well.
+#: Numbers of a model and its loss that are tried on a CPU as well.
 MOST = 2**24
 THREADS = 4
 NOT_ASKED = "extreme rows and ignored labels were not tried on a CPU"
@@ -98,7 +99,8 @@ def tried_on_host(
     """
     if not is_asked(model, batch):
         return ""
-    held = kept_tensors(model)
+    owners = [m for m in (model, loss_fn) if isinstance(m, nn.Module)]
+    held = [t for m in owners for t in kept_tensors(m)]
     if sum(t.numel() for t in held) > MOST:
         return f"{NOT_ASKED} (more than {MOST:,} numbers)"
     if not all(type(t) in (Tensor, nn.Parameter) for t in held):
@@ -106,14 +108,18 @@ def tried_on_host(
     few = first_rows(batch)
     rows = tree_map(_on_host, take(few, usual(few)))
     try:
-        with put_back_after(model), lent(model, loss_fn), _by_few_threads(), _OnHost():
+        with ExitStack() as stack:
+            for each in owners:
+                stack.enter_context(put_back_after(each))
+            for block in (lent(*owners), _by_few_threads(), _OnHost()):
+                stack.enter_context(block)
             alone_still(model, loss_fn, rows, seed=FIXED[0])
             pair_in_place(model, forms_of, unlike_pair(rows))
     except NotNow:
         return ""
-    except NotByLayer:
+    except (NotByLayer, Unsupported):
         raise
-    except (*REFUSALS, TypeError) as error:
+    except Exception as error:  # of whatever kind: kernels for a GPU alone have kinds of their own
         return f"{NOT_ASKED} ({' '.join(str(error).split())[:80]})"
     return ""
 
