@@ -389,11 +389,21 @@ def without_ids(out: Path) -> dict[str, Any]:
     new = build(model_of())
     mixed = refused(lambda: new.step(LOSS, x, y, ids=None if half else ids))
     whole = refused(lambda: build(model_of()).step(LOSS, x, y))  # every rank brings all of it
+    rank = dist.get_rank()
+
+    def turned() -> None:  # what one rank brought, another brings in the next part
+        with build(model_of()).accumulate() as step:
+            for part in range(2):
+                own = [(rank + part) % 2 + 2 * (rank // 2)]
+                step.add(LOSS, (x[own], y[own]))
+
+    again = refused(turned)
     return {
         "parameters": final(private.model),
         "said": said,
         "mixed": mixed,
         "whole": whole,
+        "again": again,
         "words": private.statement().assumptions,
     }
 
@@ -650,6 +660,7 @@ def test_ranks_that_bring_the_same_rows_are_refused(worlds: Seen) -> None:
             found = seen["without_ids"]
             wanted = "ParticipationViolation: ranks 0 and 1 bring the same examples to step 0"
             assert found["whole"].startswith(wanted) == (size > 1)
+            assert ("same examples" in found["again"]) == (size > 1)
             assert any("what several ranks brought" in w for w in found["words"]) == (size > 1)
 
 

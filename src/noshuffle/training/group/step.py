@@ -98,6 +98,8 @@ class GroupStep(Step):
 
     def __init__(self, parts: GroupParts, *, index: int) -> None:
         self.parts, self.index, self._part = parts, index, 0
+        #: In which part, and from which rank, rows without ids came first.
+        self._first: dict[tuple[bytes, ...], tuple[int, int]] = {}
         self._fixed: FixedSum | None = None
         # A rank whose noise fell out of step says so at the next meeting: the others are waiting.
         self._late: NoshuffleError | None = None
@@ -189,14 +191,21 @@ class GroupStep(Step):
         return keep
 
     def _refuse_same_rows(self, told: list[Brought]) -> None:
-        """Raise where two ranks bring the same examples, each its own: they would count twice."""
-        first: dict[tuple[bytes, ...], int] = {}
+        """Raise where ranks bring the same examples, in this part or another of the step: they
+        would count twice."""
         for rank, brought in enumerate(told):
-            if brought.size and (other := first.setdefault(tuple(brought.prints), rank)) != rank:
+            own = self._part, rank
+            if (
+                brought.size
+                and (first := self._first.setdefault(tuple(brought.prints), own)) != own
+            ):
+                who = f"ranks {first[1]} and {rank} bring"
+                if first[1] == rank:
+                    who = f"rank {rank} brings, in parts {first[0]} and {self._part},"
                 raise ParticipationViolation(
-                    f"ranks {other} and {rank} bring the same examples to step {self.index}, which "
-                    "would count twice; give each its own rows (private.rows(len(batch))), or pass "
-                    "ids= if they are different examples"
+                    f"{who} the same examples to step {self.index}, which would count twice; give "
+                    "each its own rows (private.rows(len(batch))), or pass ids= if they are "
+                    "different examples"
                 )
 
     def _clip_blocks(
