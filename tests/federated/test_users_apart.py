@@ -81,6 +81,16 @@ class Running(nn.Module):
         return losses / self.mean
 
 
+class Called:
+    """The same in an object that is no module."""
+
+    def __init__(self) -> None:
+        self.mean = torch.ones(())
+
+    def __call__(self, scores: Tensor, y: Tensor) -> Tensor:
+        return Running.forward(self, scores, y)  # type: ignore[arg-type]
+
+
 def a_task(first: Tensor | None = None) -> FederatedTask:
     """Twelve users of three rows; the rows of the first may be others, and more."""
     g = torch.Generator().manual_seed(1)
@@ -135,11 +145,13 @@ def test_what_a_model_keeps_of_one_user_does_not_reach_the_next(kind: type[nn.Mo
     assert kind is not Attribute or model.mean is None
 
 
+@pytest.mark.parametrize("kind", [Running, Called, "method"])
 @pytest.mark.parametrize("vectorise", [False, True])
-def test_what_a_loss_keeps_of_one_user_does_not_reach_the_next(vectorise: bool) -> None:
+def test_what_a_loss_keeps_of_one_user_does_not_reach_the_next(vectorise: bool, kind: Any) -> None:
     torch.manual_seed(0)
-    model, loss_fn = nn.Linear(4, 3), Running()
-    more: Any = {"vectorise": vectorise, "loss_fn": loss_fn, "at_once": 1}
+    model, loss_fn = nn.Linear(4, 3), Called() if kind == "method" else kind()
+    given = loss_fn.__call__ if kind == "method" else loss_fn
+    more: Any = {"vectorise": vectorise, "loss_fn": given, "at_once": 1}
     whole = the_sum(a_task(), model, **more)
     for other in (torch.full((3, 4), 1e3), torch.full((7, 4), -40.0)):
         assert (whole - the_sum(a_task(other), model, **more)).norm() <= 2.0001

@@ -174,13 +174,12 @@ def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta
 def apart(part: _Part, parameters: Mapping[str, Tensor]) -> _Part:
     """A client's own copy of a model or a loss, in which the server's parameters take part.
 
-    Whatever a layer keeps of its data (in a buffer, a frozen parameter, an attribute) goes with the
-    client; otherwise it would reach the next client, past the clip norm. A plain function is
-    returned as it is.
+    Whatever a layer, or an object that is called as a loss, keeps of its data (in a buffer, a
+    frozen parameter, an attribute) goes with the client; otherwise it would reach the next client,
+    past the clip norm. A plain function is returned as it is, and what it keeps outside is its own.
     """
-    if not isinstance(part, nn.Module):
-        return part
-    replaced = {id(p): p for name, p in part.named_parameters() if name in parameters}
+    named = part.named_parameters() if isinstance(part, nn.Module) else ()
+    replaced = {id(p): p for name, p in named if name in parameters}
     try:
         return copy.deepcopy(part, replaced)
     except Exception as error:
