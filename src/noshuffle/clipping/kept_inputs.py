@@ -36,7 +36,8 @@ def cast_early(layers: Iterable[nn.Module]) -> Iterator[None]:
     """Cast the inputs of linear maps before the call, where autocast would cast them inside."""
     with ExitStack() as stack:
         for layer in layers:
-            if isinstance(layer, nn.Linear) or type(layer).__name__ == "Conv1D":
+            # One with a forward of its own may want them as they are, a head in float32, say.
+            if type(layer).forward is nn.Linear.forward or type(layer).__name__ == "Conv1D":
                 stack.callback(layer.register_forward_pre_hook(_cast).remove)
         yield
 
