@@ -57,9 +57,7 @@ def meaning(
         bounds.append(normal.cdf(normal.inv_cdf(FALSE_ALARMS) + mu))
     if found is not None:
         bounds.append(found)
-    shown = (
-        f"{factor:.2g}" if factor < 10 else f"{factor:,.0f}" if factor < 1e6 else f"{factor:.1e}"
-    )
+    shown = _at_least(factor) if epsilon <= 700 else f"e^{math.ceil(epsilon)}"
     share = math.ceil(1000 * min(bounds)) / 10
     most = f"at most {share:g} %" if share < 100 else "possibly all"
     return (
@@ -68,6 +66,17 @@ def meaning(
         f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds {most} of those "
         "who did."
     )
+
+
+def _at_least(factor: float) -> str:
+    """The least number of two digits (from ten to a million: whole) that is not below a factor.
+
+    >>> _at_least(2.71), _at_least(2.8), _at_least(33.01), _at_least(1.21e6)
+    ('2.8', '2.8', '34', '1.3e+06')
+    """
+    unit = 1.0 if 10 <= factor < 1e6 else 10.0 ** (math.floor(math.log10(factor)) - 1)
+    up = unit * math.ceil(factor / unit * (1 - 1e-12))  # 2.8 is not 28.000000000000004 tenths
+    return f"{up:.2g}" if up < 10 else f"{up:,.0f}" if up < 1e6 else f"{up:.1e}"
 
 
 @dataclass(frozen=True, kw_only=True)

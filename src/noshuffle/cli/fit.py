@@ -142,6 +142,8 @@ def fit(asked: FitSettings, output: Output) -> None:
         "rows": len(table.y),
         "score": _scored(model),
     }
+    if choice.words():  # ε of all that is seen; the run's own is what the choice has left
+        how["together"] = {"epsilon": asked.epsilon, "delta": asked.delta}
     statement = _write_results(RunFolder(path), model, table, how, choice.words())
     write_report(path)
     note_files(path)

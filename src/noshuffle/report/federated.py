@@ -71,8 +71,9 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
 def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
     plan, stated, released = run.plan, _stated(run), run.released
     is_adaptive = any("clip norm follows" in s for s in run.statement.get("assumptions", []))
-    # Otherwise one ε holds for everybody from the first round on, or none: nothing to draw.
-    has_curve = math.isfinite(stated) and not is_adaptive and not run.not_private
+    # Otherwise one ε holds for everybody from the first round on, or none: nothing to draw. Of a
+    # fork, the plan has its own part alone.
+    has_curve = math.isfinite(stated) and not (is_adaptive or run.not_private or run.ancestors)
     if has_curve:
         yield (
             plots.epsilon_curve(

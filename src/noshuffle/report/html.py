@@ -88,7 +88,8 @@ def _cards(run: RunRecord) -> str:
     promised = ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})")
     told = [
         promised if not run.not_private else ("NOT PRIVATE", "no ε holds"),
-        (f"{run.plan.delta:g}", "δ"),
+        *_with_before(run),
+        (f"{run.statement.get('delta', run.plan.delta):g}", "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
     accuracy = run.summary.get("test_accuracy")
@@ -99,14 +100,20 @@ def _cards(run: RunRecord) -> str:
     return cards([*told, *_teller(run).cards(run)])
 
 
+def _with_before(run: RunRecord) -> list[tuple[str, str]]:
+    """ε of a run together with what was chosen from the same rows before it."""
+    if not run.before or run.not_private:
+        return []
+    return [("?" if run.seen is None else f"{run.seen[0]:.3g}", "ε with what came before this run")]
+
+
 def _meaning(run: RunRecord) -> str:
-    said = run.statement
-    if said.get("epsilon") is None:
+    if run.statement.get("epsilon") is None or run.seen is None:
         return ""
     found = None
     if run.plan.noise_multiplier and run.released:  # where batches are drawn, far below ε alone
         found = 1 - float(run.least_misses([FALSE_ALARMS])[0])
-    sentence = meaning(said["epsilon"], said["delta"], unit=said["unit"], found=found)
+    sentence = meaning(*run.seen, unit=run.statement["unit"], found=found)
     return f"<p>{escape(sentence)}</p>"
 
 

@@ -3,8 +3,8 @@
 Only what may be published is read: plan, statement, metrics.jsonl (functions of released values),
 and from the ledger the number of released steps and their times. No loss, no unit, and norms as
 the noisy histogram that a run may pay for (`clipping.norm_histogram`). A
-reader takes no lock, so the run does not notice. Forked runs show the ε that they wrote last, which
-counts their parents. State: none; a snapshot is taken anew each time.
+reader takes no lock, so the run does not notice. ε of a forked run counts its parents. State: none;
+a snapshot is taken anew each time.
 
 >>> bar(3, 12, width=8), sparkline([0.1, 0.5, 0.9])
 ('██░░░░░░', '▁▅█')
@@ -27,7 +27,9 @@ from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import is_held
 from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.spending import COUNTS, spent
 from noshuffle.report.run import RunRecord, read_run
+from noshuffle.statement import PrivacyStatement
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
 #: Steps that the present speed is taken from.
@@ -54,6 +56,8 @@ class RunSnapshot:
     norm_histogram: NormHistogram | None = None
     #: Whether a process has the folder; None where that cannot be asked.
     has_process: bool | None = None
+    #: What was chosen from the same rows before the run, which its ε does not count.
+    before: tuple[str, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -84,13 +88,14 @@ def snapshot(path: Path) -> RunSnapshot:
     run = read_run(path)
     step, speed, since = _pace(RunFolder(path), run)
     scored = (row for row in run.evaluations if row.get("test_accuracy") is not None)
+    said, planned = (_spent(run, steps) for steps in (step, run.plan.steps))
     return RunSnapshot(
         run=str(path),
         step=step,
         steps=run.plan.steps,
-        epsilon=_epsilon(run, step, is_forked=bool(RunFolder(path).ancestors())),
-        planned_epsilon=_finite(run.plan.epsilon()),
-        delta=run.plan.delta,
+        epsilon=_finite(said.epsilon),
+        planned_epsilon=_finite(planned.epsilon),
+        delta=planned.delta,
         unit=run.plan.unit,
         is_private=not run.not_private,
         steps_per_second=speed,
@@ -98,6 +103,7 @@ def snapshot(path: Path) -> RunSnapshot:
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
         norm_histogram=run.norm_histogram,
         has_process=is_held(path),
+        before=run.before,
     )
 
 
@@ -116,13 +122,10 @@ def _pace(folder: RunFolder, run: RunRecord) -> tuple[int, float | None, float |
     return last + 1, speed, max(0.0, time.time() - newest)
 
 
-def _epsilon(run: RunRecord, step: int, *, is_forked: bool) -> float | None:
-    if run.has_counts and not is_forked:
-        return _finite(run.plan.epsilon()) if step else 0.0
-    if not is_forked:
-        return _finite(run.plan.epsilon_after(step)) if step else 0.0
-    stated = [row.get("epsilon") for row in run.evaluations] + [run.statement.get("epsilon")]
-    return max((e for e in stated if e is not None), default=None)
+def _spent(run: RunRecord, step: int) -> PrivacyStatement:
+    """What its statement would say after so many steps, but for sentences that cost nothing."""
+    counts = tuple(s for s in run.statement.get("assumptions", ()) if s in COUNTS.values())
+    return spent(run.plan, step, ancestors=run.ancestors, notes=counts)
 
 
 def _finite(value: float) -> float | None:
@@ -163,6 +166,8 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
         lines.append(f"ε {spent} of {planned} (δ = {now.delta:g}) per {now.unit}")
     else:
         lines.append("NOT PRIVATE: no ε holds")
+    if now.before and now.is_private:
+        lines.append("and what came before it, not counted")
     if now.stands_still:
         lines += _still_lines(now)
     elif not now.is_done:
@@ -202,7 +207,9 @@ def live_page(path: Path, *, every: float) -> str:
     if now.norm_histogram is not None:
         caption = "Gradient norms before clipping, counted with noise that is part of ε."
         drawn.append((norm_bars(now.norm_histogram), caption))
-    if now.step and now.is_private and now.planned_epsilon is not None and not run.has_counts:
+    # Counts spend all of it at the first step; of a fork, the plan has its own part alone.
+    has_curve = now.planned_epsilon is not None and not (run.has_counts or run.ancestors)
+    if now.step and now.is_private and has_curve:
         drawn.append((epsilon_curve(run.plan, last=now.step), "Privacy spent so far."))
     again = "" if now.is_done else f"<meta http-equiv='refresh' content='{max(1, round(every))}'>"
     return document(f"noshuffle run {run.name}", f"{lines}{pictures(drawn)}", again)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import sqlite3
 from collections.abc import Iterator
 from contextlib import closing
@@ -9,7 +10,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from noshuffle.accounting.tradeoff import gaussian_tradeoff
+import numpy as np
+
+from noshuffle.accounting.tradeoff import from_curve, gaussian_tradeoff
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import InvalidInput
 from noshuffle.participation.patterns import OPEN
@@ -17,7 +20,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.spending import COUNTS
+from noshuffle.release.spending import COUNTS, Ancestor
 from noshuffle.statement import voids
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
@@ -38,6 +41,8 @@ class RunRecord:
     audit: dict[str, Any] = field(default_factory=dict)
     #: Steps in the ledger; None where it is not there, or being written.
     ledger_steps: int | None = None
+    #: The runs that it was forked from, which its statement counts and its plan does not.
+    ancestors: tuple[Ancestor, ...] = ()
 
     @property
     def not_private(self) -> tuple[str, ...]:
@@ -55,12 +60,28 @@ class RunRecord:
         has_end = self.plan.steps != OPEN
         return self.plan.steps if self.has_counts and has_end else self.released
 
+    @property
+    def before(self) -> tuple[str, ...]:
+        """What was chosen from the same rows before this run, which is no part of its statement."""
+        return tuple(map(str, self.config.get("before", ())))
+
+    @property
+    def seen(self) -> tuple[float, float] | None:
+        """ε and δ of all that is seen of the run; None where none is known."""
+        told = self.config.get("together", {}) if self.before else self.statement
+        epsilon, delta = told.get("epsilon"), told.get("delta")
+        return None if epsilon is None or delta is None else (float(epsilon), float(delta))
+
     def least_misses(self, alphas: Any) -> Any:
         """Type II errors, at type I errors `alphas`, that no test of the released values is below.
 
-        By the μ of the statement, which counts what a fork takes over; else by the plan.
+        By the μ of the statement, which counts what a fork takes over; by ε and δ where a fork, or
+        a run with something before it, has no μ for all of it; else by the plan.
         """
         mu = self.statement.get("mu")
+        if self.before or (mu is None and self.ancestors):
+            epsilon, delta = self.seen or (math.inf, 1.0)
+            return from_curve(alphas, np.array([epsilon]), np.array([delta]))
         if mu is not None:
             return gaussian_tradeoff(alphas, mu=mu)
         return self.plan.tradeoff(alphas, steps=max(1, self.charged))
@@ -139,6 +160,7 @@ def read_run(path: Path) -> RunRecord:
         summary=next((row for (kind, _), row in reversed(rows.items()) if kind == "summary"), {}),
         audit=_object(path / "audit.json"),
         ledger_steps=_ledger_steps(folder),
+        ancestors=tuple(one for one in folder.ancestors() if one.released),
     )
 
 

@@ -65,7 +65,8 @@ def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
     """What the statement covers, which of a run that was cut off is less than was planned."""
     last, stated = max(1, run.released), run.statement.get("epsilon")
     # Counts spend all of it at the first step; of a fork, the plan has its own part alone.
-    if not run.has_counts and (stated is None or stated <= 1.001 * run.plan.epsilon_after(last)):
+    is_whole = not (run.has_counts or run.ancestors)
+    if is_whole and (stated is None or stated <= 1.001 * run.plan.epsilon_after(last)):
         yield plots.epsilon_curve(run.plan, last=last), f"Privacy spent over {run.progress()}."
     if run.plan.noise_multiplier:
         caption = "Errors of any test whether one unit took part: never below the line."

@@ -1,0 +1,132 @@
+"""Pages and `watch` of forks, and of runs with something before them, count all that is seen."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import noshuffle as ns
+from noshuffle.accounting import gdp
+from noshuffle.cli import main
+from noshuffle.release.opening import fork
+from noshuffle.release.spending import gaussian_sum
+from noshuffle.report import federated, page, plots, read_run
+from noshuffle.report.live import live_page, snapshot
+
+Drawn = list[int]
+
+
+@pytest.fixture
+def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
+    """Every curve of ε that is drawn from a plan alone."""
+    found: Drawn = []
+    curve: Callable[..., str] = plots.epsilon_curve
+
+    def noted(plan: ns.Plan, *, last: int, **more: str) -> str:
+        found.append(last)
+        return curve(plan, last=last, **more)
+
+    monkeypatch.setattr(plots, "epsilon_curve", noted)
+    return found
+
+
+def sums(plan: ns.Plan, folder: object, steps: int) -> ns.PrivateSum:
+    """A run of so many steps, one unit in each (or those that are drawn), still open."""
+    made = ns.PrivateSum(plan, clip=1.0, shape=(), run=folder)
+    drawn = made.sampler(100) if plan.participation.is_sampled else [[i] for i in range(steps)]
+    for ids, _ in zip(drawn, range(steps)):
+        made.add(np.ones(len(ids)), ids=ids)
+    return made
+
+
+def test_watch_counts_the_steps_of_a_fork_and_of_its_parent(tmp_path: Path, drawn: Drawn) -> None:
+    plan = ns.Plan.fit(ns.SinglePass(steps=4), mechanism="tree", epsilon=2.0, delta=1e-5)
+    sums(plan, tmp_path / "parent", 4).close()
+    child = sums(plan, fork(tmp_path / "parent", tmp_path / "child"), 1)
+    child.save()  # the statement is older than the next steps
+    for step in (1, 2):
+        child.add([1.0], ids=[step])
+    now = snapshot(tmp_path / "child")
+    mu, whole = plan.mu(3), plan.mu()
+    assert mu is not None
+    assert whole is not None
+    both = gdp.epsilon(mu=gaussian_sum([mu, whole]), slack=0.0, delta=1e-5)
+    assert now.epsilon == pytest.approx(both, rel=1e-12)
+    assert now.planned_epsilon == pytest.approx(
+        gdp.epsilon(mu=math.sqrt(2) * whole, slack=0.0, delta=1e-5), rel=1e-9
+    )
+    live_page(tmp_path / "child", every=2)
+    page(read_run(tmp_path / "child"))
+    child.close()
+    assert not drawn  # the plan has the part of the fork alone
+    live_page(tmp_path / "parent", every=2)
+    assert drawn == [4]
+
+
+@pytest.mark.parametrize("has_sampled_parent", [True, False])
+def test_the_page_of_a_fork_without_mu_counts_its_parent(
+    tmp_path: Path, has_sampled_parent: bool
+) -> None:
+    """Its trade-off, and what ε means, were those of its own plan."""
+    sampled = ns.Plan.fit(
+        ns.Poisson(6, 0.1), mechanism="identity", noise_multiplier=1.0, delta=1e-5
+    )
+    plain = ns.Plan.fit(ns.SinglePass(4), noise_multiplier=2.0, neighbours="add-remove")
+    parent, child = (sampled, plain) if has_sampled_parent else (plain, sampled)
+    sums(parent, tmp_path / "parent", parent.steps).close()
+    sums(child, fork(tmp_path / "parent", tmp_path / "child"), child.steps).close()
+    run = read_run(tmp_path / "child")
+    assert run.statement["mu"] is None
+    epsilon, delta, alpha = run.statement["epsilon"], run.statement["delta"], 0.01
+    assert epsilon == pytest.approx(parent.epsilon() + child.epsilon())
+    least = max(0, 1 - delta - math.exp(epsilon) * alpha, math.exp(-epsilon) * (1 - delta - alpha))
+    (misses,) = run.least_misses([alpha])
+    assert misses == pytest.approx(least)
+    assert misses < child.tradeoff([alpha])[0]
+    assert f"<b>{delta:g}</b><span>δ</span>" in page(run)  # not that of the plan: they add up
+    assert snapshot(tmp_path / "child").delta == pytest.approx(delta)
+
+
+def test_no_curve_of_its_plan_bounds_a_federated_fork(tmp_path: Path, drawn: Drawn) -> None:
+    plan = ns.Plan.fit(
+        ns.SinglePass(steps=4), mechanism="tree", epsilon=2.0, delta=1e-5, unit="user"
+    )
+    sums(plan, tmp_path / "parent", 4).close()
+    sums(plan, fork(tmp_path / "parent", tmp_path / "child"), 4).close()
+    run = read_run(tmp_path / "child")
+    told = [caption for _, caption in federated.figures(run)]
+    assert not drawn
+    assert not any("No user's ε exceeds" in one or "ε of their own" in one for one in told)
+    alone = [caption for _, caption in federated.figures(replace(run, ancestors=()))]
+    assert any("No user's ε exceeds" in one for one in alone)
+
+
+def test_a_page_counts_what_was_chosen_before_the_run(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Categories are seen in the model: its odds are those of both together."""
+    table, path = tmp_path / "table.csv", tmp_path / "run"
+    rows = (f"{'RO'[i % 2]},{i % 7},{i % 2}" for i in range(400))
+    table.write_text("\n".join(["city,size,y", *rows]))
+    line = f"fit {table} --target y --classes 0,1 --bounds 0,7 --categories private --epsilon 1"
+    assert main([*line.split(), "--out", str(path)]) == 0
+    run = read_run(path)
+    assert run.statement["epsilon"] < 1 == run.seen[0]  # type: ignore[index]
+    text = page(run)
+    assert "<b>1</b><span>ε with what came before this run</span>" in text
+    assert "at most a factor of 2.8 " in text
+    found = re.search(r"finds at most ([0-9.]+) %", text)
+    assert found is not None
+    assert float(found[1]) == 2.8
+    assert main(["watch", str(path), "--once"]) == 0
+    assert "and what came before it, not counted" in capsys.readouterr().out
+    old = replace(run, config={k: v for k, v in run.config.items() if k != "together"})
+    assert "changes the odds" not in page(
+        old
+    )  # of folders of before all that is known is a sentence
