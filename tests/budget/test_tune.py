@@ -183,3 +183,18 @@ def test_a_full_disk_does_not_lose_what_a_search_found(
     (entry,) = budget.entries()
     assert entry.is_open
     assert budget.total().mu == pytest.approx(found.statement.mu)
+
+
+@pytest.mark.parametrize(("law", "share"), [("geometric", 0.1), ("all", 0.0)])
+def test_a_search_says_what_it_does_not_count_and_what_stays_secret(law: str, share: float) -> None:
+    """Only statements of runs and of searches with a budget spoke of other runs."""
+
+    def scored(setting: float, trial: Trial) -> tuple[Any, Any]:
+        model, scores = run(setting, trial)
+        return model, scores if share else float(scores[0])
+
+    told = tune(scored, [0.1, 0.2], epsilon=1.0, law=law, score_share=share).statement
+    assert told.assumptions.count(OTHER_RUNS) == 1
+    (kept,) = (said for said in told.assumptions if said.startswith("Only the best run"))
+    assert ("noisy score" in kept) == (share > 0)  # a public score has no noise
+    assert ("How many runs" in kept) == (law != "all")  # otherwise everybody knows

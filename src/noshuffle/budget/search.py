@@ -48,8 +48,8 @@ from noshuffle.statement import PrivacyStatement
 RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
 INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
 _SECRET = (
-    "Only the best run was released: its setting, its result and its noisy score. How many runs "
-    "there were, how long they took, and everything of the others stays secret."
+    "Only the best run was released: its setting, its result and its {score}. {secret}, and "
+    "everything of the others stays secret."
 )
 
 
@@ -187,7 +187,9 @@ def tune(
         mu = largest_mu(drawn, epsilon=epsilon, delta=delta)
     statement = _statement(drawn, mu, len(choices), delta, unit, neighbours, score_share)
     charge = None
-    if budget is not None:
+    if budget is None:
+        statement = statement.with_assumptions(OTHER_RUNS)
+    else:
         what = f"search over {len(choices)} settings"
         charge = budget.open(what, statement)
     random = secrets.SystemRandom()
@@ -260,6 +262,9 @@ def _statement(
     """What the search promises; the bound is in it."""
     one = gaussian.epsilon(mu=mu, delta=delta)
     scored = "a noisy score" if score_share else "a score from public data"
+    secret = "How long runs took"
+    if law is not None:  # otherwise everybody knows that there was one for each setting
+        secret = "How many runs there were, how long they took"
     if law is None:
         joint = mu * math.sqrt(settings)
         epsilon, kind = gaussian.epsilon(mu=joint, delta=delta), "exact"
@@ -294,7 +299,7 @@ def _statement(
         exact=law is None,
         assumptions=(
             bound,
-            _SECRET,
+            _SECRET.format(score="noisy score" if score_share else "score", secret=secret),
             "Settings, their number, the law and its mean were chosen without the data.",
             "Every release of a run was made under its own statement, whose assumptions hold here.",
         ),
