@@ -118,6 +118,12 @@ def test_batch_size_and_clip_norm_change_on_the_way(tmp_path):
     private.close()
     found = verify(tmp_path)
     assert found.answer == "PROVED", found
+    told = json.loads((tmp_path / "statement.json").read_text())["assumptions"]
+    (made,) = (said for said in told if said.startswith("Released"))  # of all steps, not the last
+    assert (
+        "clip Flat(norm=0.5), divided by 6, noise of deviation 1.5 a draw; before step 4 " in made
+    )
+    assert made.endswith("clip Flat(norm=1.0), divided by 3, noise of deviation 3.0 a draw.")
     # One of four steps, and two of independent noise: the squares add up.
     first = SHORT.sensitivity_after(4).squared
     assert private.plan.sensitivity.squared == pytest.approx(first + 2, rel=1e-12)

@@ -33,7 +33,7 @@ from noshuffle.noise.step_plan import StepPlan, StepPlans, fingerprint
 from noshuffle.participation import DrawnStages, Participation, Stages, stages_of
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, guard
-from noshuffle.release.facts import write_statement
+from noshuffle.release.facts import EARLIER, RELEASED_BY, released_by, write_statement
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
@@ -46,7 +46,7 @@ from noshuffle.release.units import UnitTable
 from noshuffle.version import __version__
 
 #: The facts that an extension may give another value.
-FACTS = ("plan", "key", "clip", "batch_size", "noise_scale", "sealed", "rescaled")
+FACTS = ("plan", "key", "clip", "batch_size", "noise_scale", "sealed", "rescaled", EARLIER)
 
 
 def extend(
@@ -93,6 +93,9 @@ def extend(
             if new["clip"] != facts.get("clip"):  # the same draws times another number: no replays
                 new["rescaled"] = str(released)
         new = {name: value for name, value in new.items() if facts.get(name) != value}
+        if new.keys() & set(RELEASED_BY):  # what the statement says of clip norm and divisor
+            told = f"{facts.get(EARLIER, '')}; before step {released} {released_by(facts)}"
+            new[EARLIER] = told
         body = {
             "released": released,
             "before": {name: facts.get(name) for name in FACTS} | {"json": old.to_json()},

@@ -34,6 +34,11 @@ from noshuffle.statement import PrivacyStatement, voids
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
 ROUND_PRINTS = ("round_prints", "of the units in order")
 
+#: The facts that say what noisy sums were made with.
+RELEASED_BY = ("clip", "batch_size", "noise_scale")
+#: The fact that says what they were before extensions changed it, in words for the statement.
+EARLIER = "released_earlier"
+
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
@@ -244,9 +249,14 @@ def _made(facts: Mapping[str, str | None]) -> str:
     who = f" from {facts['records']} units" if facts.get("records") else ""
     return (
         f"Released {when} by noshuffle {facts.get('version')} with torch {facts.get('torch')}"
-        f"{who}; clip {facts.get('clip')}, divided by {facts.get('batch_size')}, noise of "
-        f"deviation {facts.get('noise_scale')} a draw."
+        f"{who}; {released_by(facts)}{facts.get(EARLIER) or ''}."
     )
+
+
+def released_by(facts: Mapping[str, str | None]) -> str:
+    """What noisy sums were made with, in words."""
+    clip, divisor, scale = (facts.get(name) for name in RELEASED_BY)
+    return f"clip {clip}, divided by {divisor}, noise of deviation {scale} a draw"
 
 
 def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:
