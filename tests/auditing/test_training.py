@@ -22,8 +22,11 @@ from noshuffle.cli.train_choices import rows_in_order
 from noshuffle.datasets import load
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream
+from noshuffle.noise import test_source as make_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.release.opening import fork
+from noshuffle.release.private_sum import PrivateSum
 from noshuffle.training import RunFolder, privatize
 from noshuffle.training.models import build
 
@@ -210,3 +213,30 @@ def test_members_are_the_rows_that_were_trained_on_in_any_order(
     (run / "ledger.sqlite").unlink()  # nobody knows who took part
     audit_run(run)
     assert len(asked[1]) == len(data) + len(data.x_test)
+
+
+def test_an_audit_says_which_part_of_a_statement_it_did_not_look_at(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It answered HOLDS of forks, whose parents it knows nothing of, and where no ε holds."""
+    plan = Plan.fit(SinglePass(4), mechanism="tree", epsilon=2.0)
+
+    def finished(run: Any, **how: Any) -> None:
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=run, **how)
+        for step in range(4):
+            sums.add([1.0], ids=[step])
+        sums.close()
+
+    finished(tmp_path / "parent")
+    finished(fork(tmp_path / "parent", tmp_path / "child"))
+    finished(tmp_path / "seeded", source=make_source(seed=1))
+    assert main(["audit", str(tmp_path / "parent")]) == 0
+    assert main(["audit", str(tmp_path / "seeded")]) == 3
+    assert "not checked: NOT PRIVATE: the noise comes from a named test seed" in (
+        capsys.readouterr().out
+    )
+    assert main(["audit", str(tmp_path / "child"), "--json"]) == 3
+    (part, *_) = json.loads(capsys.readouterr().out)["parts"]
+    assert "1 earlier run(s)" in part["left_out"]
+    own = part["stops"][-1]  # its own part is still compared with what it alone may cost
+    assert own["stated"] == pytest.approx(plan.epsilon()) == pytest.approx(own["low"])

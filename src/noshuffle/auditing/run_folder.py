@@ -1,6 +1,7 @@
 """What a finished run folder can be asked: its statement beside its noise, its model by its losses.
 
-    statement.json   ε of the steps that were released, against the rows that the plan emits
+    statement.json   ε of the steps that were released, against the rows that the plan emits; a run
+                     that it was forked from, or that is NOT PRIVATE, is named as not checked
     checkpoints/     loss-threshold attack on the newest model, where its data set has a name
 
 Keys of a finished run are destroyed, so its own noise cannot be seen again; `noshuffle verify`
@@ -13,6 +14,7 @@ from __future__ import annotations
 import math
 import sqlite3
 from contextlib import closing
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -30,6 +32,7 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.unit_ids import Ids
+from noshuffle.statement import voids
 from noshuffle.training.models import build
 
 
@@ -43,8 +46,16 @@ def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     released = int(said.get("released_steps", plan.steps))
     epsilon = said.get("epsilon")
     stated = {released: math.inf if epsilon is None else float(epsilon)} if released else {}
-    found: list[Finding] = [audit_plan(plan, stated=stated, most_steps=most_steps)]
     config = read_json(folder.config_file) if folder.config_file.is_file() else {}
+    earlier = sum(one.released > 0 for one in folder.ancestors())
+    if earlier:  # beside ε of several runs, noise of this one that is too small would hide
+        stated = {step: min(told, plan.epsilon_after(step)) for step, told in stated.items()}
+    own = audit_plan(plan, stated=stated, most_steps=most_steps)
+    unseen = [own.left_out] if own.left_out else []
+    if earlier:
+        unseen.append(f"{earlier} earlier run(s), which the statement of this fork counts")
+    unseen += [*config.get("before", ()), *voids(said.get("assumptions", ()))]
+    found: list[Finding] = [replace(own, left_out="; ".join(unseen))]
     saved = checkpoint.saved(folder.checkpoints)
     if saved and config.get("data") in NAMES and isinstance(config.get("model"), str):
         found.append(_losses(folder, plan, saved[-1], config, released))
