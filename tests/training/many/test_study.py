@@ -24,6 +24,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
+from noshuffle.release.facts import ISOLATION_OF_STUDIES
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize
 from noshuffle.training.many import Setting, Study, accuracies, joint_mu, train_many
@@ -256,6 +257,13 @@ def test_statement_of_a_study() -> None:
         assert stated.mu == pytest.approx(expected, rel=1e-9)
         assert stated.exact == (settings is same)
         assert any(f"showing {len(settings)} runs" in line for line in stated.assumptions)
+        assert ISOLATION_OF_STUDIES in stated.assumptions  # as every run by itself says
+    # Of several strategies it says of all of them what it says of one.
+    for setting in other:
+        own = setting.plan.statement()
+        assert own.mechanism in stated.mechanism
+        assert set(own.assumptions) <= {*stated.assumptions}
+    assert stated.sensitivity == pytest.approx(stated.mu * stated.noise_multiplier)
     assert not any("NOT PRIVATE" in line for line in stated.assumptions)
     tested = Study(stacked_net, same, steps=3, batch_size=4, source=test_source(seed=1))
     tested.step(x[:4], y[:4], ids=range(4))

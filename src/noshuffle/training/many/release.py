@@ -42,7 +42,11 @@ from noshuffle.statement import PrivacyStatement
 from noshuffle.training.generators import seeded
 from noshuffle.training.many.setting import wide
 
-TOGETHER = "This is the guarantee of showing {} runs on the same data, all of them together."
+TOGETHER = (
+    "This is the guarantee of showing {} runs on the same data, all of them together; clip norms "
+    "and divisors are those of their settings, and clip and noise above are of the release of them "
+    "all, in units of its own."
+)
 
 
 def joint_multiplier(multipliers: Sequence[float]) -> float:
@@ -119,7 +123,7 @@ class StudyRelease:
                 clip=Flat(bound),
                 device=device,
                 source=source,
-                facts={"initial": INITIAL},
+                facts={"initial": INITIAL, "isolation": "tried once"},
                 budget=budget,
             )
             self._groups.append(_Group(release, tensors))
@@ -224,14 +228,20 @@ class StudyRelease:
         if any(part.mu is None for part in parts):
             raise Unsupported("a sampled plan has no μ; add up the ε of such runs instead")
         mu = gaussian_sum([part.mu for part in parts if part.mu is not None])
+        shift = mu * first.noise_multiplier  # S of all of them, in units of the first one's noise
         joint = replace(
             first,
             epsilon=gdp.epsilon(mu=mu, slack=0.0, delta=first.delta),
             mu=mu,
             rho=mu * mu / 2,
+            sensitivity=shift,
+            squared_sensitivity=shift * shift,
+            mechanism="; and ".join(dict.fromkeys(part.mechanism for part in parts)),
+            participation="; and ".join(dict.fromkeys(part.participation for part in parts)),
             exact=False,
         )
-        return joint.with_assumptions(words)
+        others = [said for part in parts[1:] for said in part.assumptions]
+        return joint.with_assumptions(*others, words)
 
 
 def _alike(a: Plan, b: Plan) -> bool:
