@@ -390,3 +390,29 @@ def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
 def test_a_slip_in_the_name_of_the_folder_refutes_nothing(tmp_path):
     with pytest.raises(InvalidInput, match="nope is not a folder; give a run folder"):
         verify(tmp_path / "nope")
+
+
+@pytest.mark.parametrize("change", ["remove", "edit"])
+def test_what_a_run_was_forked_from_cannot_be_sealed_away(tmp_path, change):
+    """The newest note of files had none of it, and the smaller ε of the fork alone was PROVED."""
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+
+    def released(run, steps):
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=run)
+        for step in range(steps):
+            sums.add([1.0], ids=[step])
+        sums.save()
+        sums.close()
+
+    released(tmp_path / "parent", 4)
+    child = fork(tmp_path / "parent", tmp_path / "child")
+    released(child, 2)
+    assert verify(child.path).answer == "PROVED"
+    if change == "remove":
+        child.ancestors_file.unlink()
+    else:
+        edit(child.ancestors_file, lambda r: r[0].update(released=0))
+    seal(child)
+    found = verify(child.path)
+    assert found.answer == "REFUTED"
+    assert "ancestors.json is not" in found.words()

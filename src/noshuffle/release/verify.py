@@ -88,7 +88,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     found = Found(run, plan, evidence, told, refuted=refuted)
     try:
         found.read_rows()
-        for check in (*LEDGER_CHECKS, _saved, _published, _head):
+        for check in (*LEDGER_CHECKS, _saved, _published, _forked, _head):
             found.refuted += check(found)
         found.refuted += _signature(found, wanted)
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -199,9 +199,9 @@ def _published(found: Found) -> Iterator[str]:
         path = run.path / name
         if path == run.plan_file:
             continue
-        if not path.exists() and path == run.ancestors_file:
-            yield f"{name} is not in the folder any more: the runs that this one adds up with"
-        elif not path.exists():
+        if path == run.ancestors_file:
+            continue  # by all notes (`_forked`)
+        if not path.exists():
             found.unchecked.append(f"{name}, which is not in the folder any more")
         elif _unless_unreadable(found, path, file_digest, path) not in (digest, None):
             data = path.read_bytes()
@@ -216,6 +216,20 @@ def _published(found: Found) -> Iterator[str]:
             found.unchecked.append(f"{name}, which the ledger does not know of")
     if run.config_file.exists():  # another release from the same rows is not in this ledger
         found.unchecked += read_json(run.config_file).get("before", [])
+
+
+def _forked(found: Found) -> Iterator[str]:
+    """What a run was forked from is written once: every note of files must know the same of it.
+
+    By the newest alone, whoever removes the file and seals the run would have a smaller ε proved.
+    """
+    file = found.run.ancestors_file
+    notes = [note["files"].get(file.name) for note in found.evidence.notes("files")]
+    noted = {digest for digest, _ in filter(None, notes)}
+    if noted and not file.exists():
+        yield f"{file.name} is not in the folder any more: the runs that this one adds up with"
+    elif noted and {_unless_unreadable(found, file, file_digest, file) or min(noted)} != noted:
+        yield f"{file.name} is not what the ledger says"
 
 
 def _head(found: Found) -> Iterator[str]:
