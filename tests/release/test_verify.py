@@ -26,6 +26,7 @@ from noshuffle.participation import (
 )
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
+from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.opening import fork, load_model
@@ -416,3 +417,17 @@ def test_what_a_run_was_forked_from_cannot_be_sealed_away(tmp_path, change):
     found = verify(child.path)
     assert found.answer == "REFUTED"
     assert "ancestors.json is not" in found.words()
+
+
+def test_a_seal_does_not_make_edited_settings_good(tmp_path):
+    """REFUTED became PROVED by `noshuffle seal`, which noted what it found."""
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    sums = PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run")
+    RunFolder(tmp_path / "run").write_config({"epochs": 1})
+    sums.add([1.0], ids=[1])
+    sums.save()
+    sums.close()
+    edit(tmp_path / "run" / "config.json", lambda r: r.update(epochs=9))
+    with pytest.raises(VerificationFailed, match="is not what the ledger says"):
+        seal(tmp_path / "run")
+    assert verify(tmp_path / "run").answer == "REFUTED"

@@ -30,7 +30,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.extension import finish
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
-from noshuffle.release.files import write_bytes
+from noshuffle.release.files import file_digest, write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
 from noshuffle.release.keys import KeyRing
@@ -86,6 +86,7 @@ def seal(
                 f"{file} is not what was saved; bring it back, or remove the checkpoint"
             )
         if ledger.meta("sealed") is None:
+            _refuse_edited(folder, ledger)
             ledger.end("sealed")
         if checked or not ledger.notes(SEAL):  # once more where a kill came in between
             ledger.note(SEAL, checked=list(checked))
@@ -98,6 +99,14 @@ def seal(
         if signer is not None:
             write_signature(folder, plan, ledger, signer)
     return checked
+
+
+def _refuse_edited(folder: RunFolder, ledger: Ledger) -> None:
+    """Settings that were edited since the ledger noted them, which a seal must not make good."""
+    notes, file = ledger.notes("files"), folder.config_file
+    digest, _ = notes[-1]["files"].get(file.name, (None, 0)) if notes else (None, 0)
+    if digest is not None and (not file.exists() or file_digest(file) != digest):
+        raise VerificationFailed(f"{file} is not what the ledger says; bring it back")
 
 
 def finish_seal(folder: RunFolder) -> None:
