@@ -81,7 +81,7 @@ def exactly(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def repeatable() -> Iterator[None]:
-    """Convolutions by algorithms that give the same bits every time, and need less memory."""
+    """Convolutions by algorithms that give the same bits every time."""
     cudnn = torch.backends.cudnn
     before = cudnn.benchmark, cudnn.deterministic
     cudnn.benchmark, cudnn.deterministic = False, True  # a benchmark would choose by the clock
