@@ -111,14 +111,24 @@ def test_places_of_experts_by_a_running_count(is_one):
     assert engine.fallbacks
 
 
+def test_an_extreme_row_without_a_gradient_hides_nothing():
+    """The gate of a far example is shut with every second set of weights."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model, engine = Slots().double(), Ghost()
+        engine.clipped_sum(model, F.cross_entropy, vectors(3, is_one=True), clip=Flat(0.2))
+        assert any(PLACES in note for note in engine.fallbacks), seed
+
+
 @pytest.mark.parametrize("is_quick", [True, False])
 def test_rows_that_leave_their_places_later_are_found_by_a_look(monkeypatch, is_quick):
-    """Neither the first batch nor an extreme example goes to the second expert."""
+    """Neither the first batch nor an example below zero goes to the second expert."""
     monkeypatch.setattr("noshuffle.clipping.later_looks.two_of", lambda _: torch.tensor([2, 3]))
     torch.manual_seed(0)
     model, engine = Slots(below=-1.0).double(), Ghost()
     run = partial(engine.clipped_sum, model, F.cross_entropy, clip=Flat(0.1))
-    run(vectors(4, is_one=True))
+    x, y = vectors(4, is_one=True)
+    run((x + 2.0 * (torch.arange(8) == 0), y))
     assert not engine.fallbacks
     (known,) = engine._known[model].values()
     known.looks.due = known.looks.calls + 1

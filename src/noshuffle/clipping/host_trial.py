@@ -114,7 +114,11 @@ def tried_on_host(
             for block in (lent(*owners), _by_few_threads(), _OnHost()):
                 stack.enter_context(block)
             alone_still(model, loss_fn, rows, seed=FIXED[0])
-            pair_in_place(model, forms_of, unlike_pair(rows))
+            pair = unlike_pair(rows)
+            forms_of(
+                pair
+            )  # what does not run here is said, and not taken for a row that is refused
+            pair_in_place(model, forms_of, pair)
     except NotNow:
         return ""
     except (NotByLayer, Unsupported):

@@ -45,10 +45,10 @@ FormsFn = Callable[..., dict[str, list[GradientForm]]]
 SHARE, LEAST = 1e-6, 1e-16
 #: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
 HALVES = 2
-#: Where the row stands that is asked for.
-_PLACE = 1
-#: Extremes whose gradients may be finite.
-FAR = tuple(filter(math.isfinite, EXTREMES))
+#: Where the row stands that is alone of its kind, and where the others do.
+_PLACE, _OTHERS = 1, [0, 2, 3]
+#: Extremes whose gradients may be finite, and numbers of a usual size that are below zero.
+FAR = (-1.0, *filter(math.isfinite, EXTREMES))
 #: How far a norm may differ without a look at the whole batch, and in half precision.
 ROUGHLY, LOW = 0.05, 0.25
 
@@ -84,11 +84,13 @@ def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
     """Raise Mixes unless the second of two rows is seen in its place among others of the first.
 
     What orders rows by what they hold, and what lays them out by kind, from the front or from the
-    back, moves one that is alone of its kind.
+    back, moves one that is alone of its kind. The others are asked for as well: an extreme row may
+    have no gradient (a gate that is shut), and where it has left its place another stands there.
     """
     for rows in _one_of_its_kind(pair):
-        with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
-            in_place(forms_of, rows, torch.tensor([_PLACE], device="cpu"))
+        for asked in ([_PLACE], _OTHERS):
+            with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
+                in_place(forms_of, rows, torch.tensor(asked, device="cpu"))
 
 
 def batch_in_place(
