@@ -126,6 +126,14 @@ def wipe(x, factors, size, SIZE: tl.constexpr):
     tl.store(x + example * size + k, zero, mask=k < written)
 
 
+def _tile(steps: int, is_half: bool) -> tuple[int, int, int, int]:
+    """Side and depth of a tile, warps and stages: no wider than a short sequence asks for."""
+    if steps > BLOCK // 2:
+        return BLOCK, 64 if is_half else 32, 8, 3 if is_half else 4
+    side = max(16, 1 << (steps - 1).bit_length())
+    return side, 128 if is_half else 64, 4, 3
+
+
 def squares(
     a: Tensor, g: Tensor, *, growth: float, moved: float, room: float, tiny: float
 ) -> Tensor:
@@ -134,14 +142,14 @@ def squares(
     g = g if g.stride(2) == 1 else g.contiguous()
     examples, steps, _ = a.shape
     wide_a, wide_g = a.shape[2], g.shape[2]
-    blocks = -(-steps // BLOCK)
+    side, deep, warps, stages = _tile(steps, a.dtype != torch.float32)
+    blocks = -(-steps // side)
     pairs = blocks * (blocks + 1) // 2
     parts = torch.empty(examples, pairs, 5, dtype=torch.float64, device=a.device)
-    is_half = a.dtype != torch.float32
     tiles[(pairs, examples)](
         a, g, parts, steps, wide_a, wide_g,
         a.stride(0), a.stride(1), g.stride(0), g.stride(1), blocks, tiny,
-        SIDE=BLOCK, BK=64 if is_half else 32, num_warps=8, num_stages=3 if is_half else 4,
+        SIDE=side, BK=deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(examples, dtype=torch.float64, device=a.device)
     many = 1 << (pairs - 1).bit_length()
