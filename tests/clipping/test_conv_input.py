@@ -121,7 +121,7 @@ def test_clipped_sums_are_the_same(device: str, monkeypatch: pytest.MonkeyPatch)
         return x.requires_grad
 
     if device == "cpu":  # the same way, as if it were worth it there
-        monkeypatch.setattr(conv_input, "_is_fast", as_if)
+        monkeypatch.setattr(conv_input, "_is_slow", as_if)
 
     sums = []
     for repeats in (False, True):
@@ -149,8 +149,8 @@ def test_a_convolution_is_called_with_its_input_by_name(monkeypatch: pytest.Monk
     layer, x = nn.Conv2d(2, 2, 3), torch.randn(1, 2, 5, 5, requires_grad=True)
     wanted = layer(x)
     monkeypatch.setattr(conv_input, "rounds_convolutions", lambda: False)
-    for is_fast in (False, True):
-        monkeypatch.setattr(conv_input, "_is_fast", lambda *_, is_fast=is_fast: is_fast)
+    for is_slow in (False, True):
+        monkeypatch.setattr(conv_input, "_is_slow", lambda *_, is_slow=is_slow: is_slow)
         with inputs_by_convolution([layer]):
             assert torch.equal(layer(x), wanted)
             assert torch.equal(layer(input=x), wanted)

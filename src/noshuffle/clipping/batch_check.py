@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping.batch_gradients import adds_up, same_beside, same_by_few
 from noshuffle.clipping.check import as_written, trainable
+from noshuffle.clipping.conv_parts import backward_in_parts
 from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
 from noshuffle.clipping.look_runs import (
@@ -105,7 +106,8 @@ def apart_in(
     while batch_size(rows) > 1:
         try:
             asks = torch.enable_grad() if params else nullcontext()  # the loop may be under no_grad
-            with as_written(model), rewritten(model, GradientTape(2, is_on=False)), asks:
+            tape, small = GradientTape(2, is_on=False), backward_in_parts(model)
+            with as_written(model), rewritten(model, tape), small, asks:
                 is_asked, good = _apart(run, rows), usual(rows)
                 if params and (not is_asked or len(good) < batch_size(rows)):
                     rows = filled(rows, good)  # beside huge gradients all others are as nothing

@@ -20,7 +20,7 @@ gradients are the rules'. No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from itertools import product
 from typing import Any, NamedTuple
@@ -92,8 +92,9 @@ def input_gradient(layer: Any, weight: Tensor, g: Tensor, sizes: Sequence[int]) 
     ]
     most = max(1, MOST_AT_ONCE * len(g) // max(1, g.numel()))
     phases = list(product(*by_axis))
-    is_whole = len(g) <= most and set(layer.stride) == {1}
-    out: Tensor | None = None if is_whole else g.new_zeros(len(g), layer.in_channels, *sizes)
+    is_dense = set(layer.stride) == {1}  # every input sees a tap
+    is_whole, new = len(g) <= most and is_dense, g.new_empty if is_dense else g.new_zeros
+    out: Tensor | None = None if is_whole else new(len(g), layer.in_channels, *sizes)
     for phase in phases:
         taps = (slice(None), slice(None), *(one.taps for one in phase))
         own = turned(weight[taps], layer.groups)
@@ -110,6 +111,13 @@ def input_gradient(layer: Any, weight: Tensor, g: Tensor, sizes: Sequence[int]) 
     return out
 
 
+def run_as(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+    """The convolution of a layer, with these tensors."""
+    run: Any = CONVOLUTIONS[_kind(layer)]
+    out: Tensor = run(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups)
+    return out
+
+
 class _Convolved(torch.autograd.Function):
     """The layer's convolution, and its input gradient by others."""
 
@@ -117,10 +125,7 @@ class _Convolved(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, layer: Any) -> Tensor:
         ctx.layer, ctx.sizes = layer, x.shape[2:]
         ctx.save_for_backward(weight)
-        run: Any = CONVOLUTIONS[_kind(layer)]
-        how = (layer.stride, layer.padding, layer.dilation, layer.groups)
-        out: Tensor = run(x, weight, bias, *how)
-        return out
+        return run_as(layer, x, weight, bias)
 
     @staticmethod
     def backward(ctx: Any, *sent: Tensor) -> Any:
@@ -136,24 +141,37 @@ def convolved(layer: Any, x: Tensor) -> Tensor:
     return out
 
 
-def _forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
-    given = (*args, *kwargs.values())
-    if len(given) == 1 and kwargs.keys() <= {"input"} and _is_fast(layer, given[0]):
-        return convolved(layer, given[0])
-    return _kind(layer).forward(layer, *args, **kwargs)  # which says what is wrong with others
+def by_hand(
+    run: Callable[[Any, Tensor], Tensor], is_it: Callable[[Any, Any], bool]
+) -> Callable[..., Any]:
+    """A `forward` for convolutions: by `run`, of one input for which it `is_it`."""
+
+    def forward(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values())
+        if len(given) == 1 and kwargs.keys() <= {"input"} and is_it(layer, given[0]):
+            return run(layer, given[0])
+        return _kind(layer).forward(layer, *args, **kwargs)  # which says what is wrong with others
+
+    return forward
 
 
-def _is_fast(layer: Any, x: Any) -> bool:
-    """Whether cuDNN is slower for the gradient at this input."""
+def is_single(layer: Any, x: Any) -> bool:
+    """Whether a layer runs in full single precision on a GPU for this input."""
     if type(x) is not Tensor or not x.is_cuda or x.dtype is not torch.float32:
         return False
-    if x.dim() != layer.weight.dim() or is_wrapped(x) or not x.requires_grad:
+    if x.dim() != layer.weight.dim() or is_wrapped(x):
         return False
     return not torch.is_autocast_enabled("cuda")
+
+
+def _is_slow(layer: Any, x: Any) -> bool:
+    """Whether cuDNN is slower for the gradient at this input."""
+    return is_single(layer, x) and bool(x.requires_grad)
 
 
 def inputs_by_convolution(layers: Iterable[nn.Module]) -> AbstractContextManager[None]:
     """Run those of these layers so that are fit for it; for convolutions that are to repeat."""
     if rounds_convolutions():
         return nullcontext()
-    return forward_by((layer, _forward) for layer in layers if is_fit(layer))
+    run = by_hand(convolved, _is_slow)
+    return forward_by((layer, run) for layer in layers if is_fit(layer))

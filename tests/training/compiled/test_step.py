@@ -642,6 +642,20 @@ def test_wide_layers_beside_the_matrix_have_the_same_sum(monkeypatch, most):
         torch.testing.assert_close(got.values[name], value, rtol=1e-5, atol=1e-6)
 
 
+def test_a_form_that_runs_a_batch_runs_it_as_the_graph_will(monkeypatch):
+    """Other algorithms of cuDNN need room that the graph does not."""
+    seen = []
+
+    class Asks(Flattened):
+        def __init__(self, *given, **more):
+            seen.append(torch.backends.cudnn.deterministic)
+            super().__init__(*given, **more)
+
+    monkeypatch.setattr("noshuffle.training.compiled.sum.Flattened", Asks)
+    make(compiled=True, engine=Ghost()).step(LOSS, *data(SIZE), ids=range(SIZE))
+    assert seen == [True]
+
+
 @pytest.mark.slow
 def test_the_fused_form_agrees_too():
     model, (x, y) = network(), data(6)
