@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 
+from noshuffle.errors import InvalidInput
 from noshuffle.experiments import accuracy, beyond, figure1, fitted, sampling, train_lines
 from noshuffle.experiments.figure import Request, shipped
 from noshuffle.experiments.lines import groups
@@ -277,3 +278,48 @@ def test_groups_of_one_line_that_search_apart_have_cells_of_their_own() -> None:
     grid = accuracy.search_grid(known, "mnist", "tree")
     assert accuracy.chosen_rate(grid, 2.0) == pytest.approx(0.1)
     assert accuracy.chosen_rate(grid, 16.0) == pytest.approx(0.4)
+
+
+def test_rates_of_another_line_by_a_factor() -> None:
+    own = {"task": "mnist", "lines": ["tree"], "trials": [0], "epsilons": [2.0, 16.0]}
+    lines = {**SETTINGS["lines"], "more": {**SETTINGS["lines"]["tree"], "times": 2}}
+    taken = {**own, "lines": ["more"], "rates_of": "tree", "rates_times": 1.5}
+    settings = {**SETTINGS, "lines": lines, "groups": [taken]}
+    found = {cell.key: cell for cell in accuracy.cells(Request(settings=settings))}
+    *searches, final = found
+    assert {key.rpartition("/")[0] for key in searches} == {"mnist/tree/search", "mnist/tree"}
+    assert (final, found[final].needs) == ("mnist/more/final/0-0", tuple(searches))
+    run = {"epsilon": 2.0, "learning_rate": 0.1, "accuracy": 0.5}
+    known = {"mnist/tree/search/0": {"runs": [run, {**run, "epsilon": 16.0}]}}
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(
+            "noshuffle.experiments.train_lines.train",
+            lambda task, line, runs, asked, is_search: seen.append((line.name, runs)),
+        )
+        found[final].work(known)
+    assert seen == [("more", [(2.0, 0.15, 0), (16.0, 0.15, 0)])]
+    wrong = {**settings, "groups": [{**taken, "rates_of": "unknown"}]}
+    with pytest.raises(InvalidInput, match="rates_of of group 1"):
+        accuracy.cells(Request(settings=wrong))
+
+
+def test_batch_and_momentum_of_each_line_are_chosen_by_held_out_rows() -> None:
+    def runs(accuracy: float) -> dict[str, Any]:
+        return {"runs": [{"epsilon": 1.0, "learning_rate": 0.1, "accuracy": accuracy}]}
+
+    results = {
+        "mnist/blt/search/0": runs(0.90),
+        "mnist/blt/final/0-0": runs(0.99),
+        "mnist_large/blt_heavy/search/0": runs(0.91),
+        "mnist_large/blt_heavy/final/0-0": runs(0.92),
+        "mnist/amplified/search/0": runs(0.95),
+        "mnist/amplified/final/0-0": runs(0.93),
+    }
+    told = {c.text: str(c) for c in figure1.FIGURE.checked(results) if "held-out rows" in c.text}
+    first, second = told.values()
+    assert first.startswith("DIFFERS")
+    assert (
+        "92.00 (1 trial) against 93.00 (1 trial) (mnist_large/blt_heavy, mnist/amplified)" in first
+    )
+    assert second.startswith("NOT TESTED")

@@ -17,8 +17,8 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +26,7 @@ import numpy as np
 
 from noshuffle.experiments import fitted
 from noshuffle.experiments.figure import Cell, Request, Results, shipped
-from noshuffle.experiments.lines import StudyLine, StudyTask, groups
+from noshuffle.experiments.lines import Group, StudyLine, StudyTask, groups
 
 Grid = Mapping[float, Mapping[float, float]]
 #: ε, learning rate and trial.
@@ -39,7 +39,7 @@ def cells(asked: Request) -> list[Cell]:
     for group in groups(asked.settings):
         trials = [t for t in group.trials if asked.trials is None or t < asked.trials]
         for line in group.lines:
-            made = _LineCells(group.task, line, asked, group.search)
+            made = _LineCells(group.task, line, asked, group)
             searches = made.searches()
             needs = tuple(cell.key for cell in searches)
             for cell in (*searches, *made.finals(group.epsilons, trials, needs)):
@@ -54,7 +54,16 @@ class _LineCells:
     task: StudyTask
     line: StudyLine
     asked: Request
-    search: tuple[float, ...] = ()
+    group: Group
+
+    @property
+    def search(self) -> tuple[float, ...]:
+        return self.group.search
+
+    @property
+    def rates_line(self) -> StudyLine:
+        """The line whose search says the rates."""
+        return self.group.rates_of or self.line
 
     @property
     def head(self) -> str:
@@ -66,7 +75,10 @@ class _LineCells:
         return self.task.search.index(self.search[0]) if self.search else 0
 
     def searches(self) -> list[Cell]:
-        task, line = self.task, self.line
+        """The cells that rates come from; of another line, which has its own, with its names."""
+        task, line = self.task, self.rates_line
+        if line != self.line:
+            return replace(self, line=line, group=replace(self.group, rates_of=None)).searches()
         epsilons = task.search if line.fit else (0.0,)
         middles = task.middle if line.fit else (task.middle[-1],)
         factors = task.factors or self.asked.settings["factors"]
@@ -110,7 +122,7 @@ class _LineCells:
 
     def _widen(self, step: float, results: Results) -> Any:
         outer = []
-        for epsilon, tried in search_grid(results, self.task.name, self.line.name).items():
+        for epsilon, tried in self._grid(results).items():
             if self.search and epsilon not in self.search:
                 continue
             best = max(tried, key=lambda rate: tried[rate])
@@ -122,9 +134,12 @@ class _LineCells:
                 outer.append((epsilon, _rounded(best / step), 0))
         return self._train(outer, results) if outer else {"runs": []}
 
+    def _grid(self, results: Results) -> Grid:
+        return search_grid(results, self.task.name, self.rates_line.name)
+
     def _final(self, runs: Sequence[Run], results: Results) -> Any:
-        grid = search_grid(results, self.task.name, self.line.name)
-        chosen = [(e, _rounded(chosen_rate(grid, e)), trial) for e, _, trial in runs]
+        grid, times = self._grid(results), self.group.rates_times
+        chosen = [(e, _rounded(times * chosen_rate(grid, e)), trial) for e, _, trial in runs]
         return self._train(chosen, results, is_search=False)
 
 
@@ -196,13 +211,29 @@ def curve(results: Results, task: str, line: str, *, of: str = "accuracy") -> di
     }
 
 
+def best_held_out(
+    results: Results, options: Iterable[tuple[str, str]]
+) -> dict[float, tuple[str, str, Point]]:
+    """By ε, the task and line that was best on held-out rows, and its test accuracy."""
+    found: dict[float, tuple[float, str, str, Point]] = {}
+    for task, line in options:
+        if not any(key.startswith(f"{task}/{line}/final/") for key in results):
+            continue
+        grid, points = search_grid(results, task, line), curve(results, task, line)
+        for epsilon in (e for e in points if e in grid):
+            score = max(grid[epsilon].values())
+            if epsilon not in found or score > found[epsilon][0]:
+                found[epsilon] = (score, task, line, points[epsilon])
+    return {epsilon: found[epsilon][1:] for epsilon in sorted(found)}
+
+
 def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterator[str]:
     """Fit strategies and noise of every cell; the names of what was fitted."""
     for group in groups(settings):
         task = group.task
         for line in (one for one in group.lines if one.fit):
             whole = task.rows or rows[task.stands_in or task.data]
-            searched = group.search or task.search
+            searched = () if group.rates_of else group.search or task.search
             for size, epsilons in ((whole - task.held_out, searched), (whole, group.epsilons)):
                 epochs, per_epoch = task.layout(size, line.times)
                 rate = task.batch * line.times / size

@@ -12,7 +12,7 @@ from __future__ import annotations
 from functools import partial
 
 from noshuffle.experiments import accuracy
-from noshuffle.experiments.accuracy import Point, curve, search_grid
+from noshuffle.experiments.accuracy import Point, best_held_out, curve
 from noshuffle.experiments.curves import beside, compare, draw, table
 from noshuffle.experiments.figure import Claim, ClaimVerdict, Figure, Results, shipped, verdict
 
@@ -29,19 +29,11 @@ PUBLISHED = {
 
 def best_recipes(results: Results, data: str, line: str = "blt") -> dict[float, tuple[str, Point]]:
     """By ε, the task of a data set that was best on held-out rows, and its test accuracy."""
-    found: dict[float, tuple[float, str, Point]] = {}
-    for task, record in shipped("beyond")["tasks"].items():
-        is_there = any(key.startswith(f"{task}/{line}/final/") for key in results)
-        if record["data"] != data or not is_there:
-            continue
-        grid, points = search_grid(results, task, line), curve(results, task, line)
-        for epsilon in (e for e in points if e in grid):
-            score = max(grid[epsilon].values())
-            if epsilon not in found or score > found[epsilon][0]:
-                found[epsilon] = (score, task, points[epsilon])
+    tasks = (t for t, record in shipped("beyond")["tasks"].items() if record["data"] == data)
+    found = best_held_out(results, ((task, line) for task in tasks))
     if not found:
         raise KeyError(f"{data}/{line}")
-    return {epsilon: found[epsilon][1:] for epsilon in sorted(found)}
+    return {epsilon: (task, point) for epsilon, (task, _, point) in found.items()}
 
 
 def _beside_published(name: str, results: Results) -> ClaimVerdict:

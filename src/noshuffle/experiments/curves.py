@@ -160,12 +160,17 @@ def compare(task: str, line: str, other: str, results: Results) -> ClaimVerdict:
     """Whether one line is at or above another at every ε that both have."""
     first, second = curve(results, task, line), curve(results, task, other)
     both = [e for e in first if e in second]
-    if not both:
+    return at_or_above([(first[e], second[e], "") for e in both])
+
+
+def at_or_above(pairs: Sequence[tuple[Point, Point, str]]) -> ClaimVerdict:
+    """Whether the first of every two points is at or above the second; with a word to each."""
+    if not pairs:
         return not_tested("no ε in common")
-    told = "; ".join(beside(first[e], second[e]) for e in both)
-    near = ", ".join(f"{e:g}" for e in both if are_near(first[e], second[e]))
+    told = "; ".join(beside(a, b) + more for a, b, more in pairs)
+    near = ", ".join(f"{a.epsilon:g}" for a, b, _ in pairs if are_near(a, b))
     told += f" (within a standard error of the difference at ε = {near})" if near else ""
-    return verdict(all(first[e].mean >= second[e].mean for e in both), told)
+    return verdict(all(a.mean >= b.mean for a, b, _ in pairs), told)
 
 
 def are_near(a: Point, b: Point) -> bool:

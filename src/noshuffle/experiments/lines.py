@@ -3,7 +3,8 @@
     task     data, model, batch, passes
     line     a mechanism, its momentum, how many times the batch
     group    lines × ε × trials on a task, in the order in which cells are computed; its rates are
-             searched at the task's ε, or at some of them (`search`)
+             searched at the task's ε, or at some of them (`search`), or are those of another line
+             of the task (`rates_of`) by a factor (`rates_times`)
 
 No state.
 """
@@ -81,6 +82,9 @@ class Group:
     trials: tuple[int, ...]
     #: Which ε of the task rates are searched at, all of them if none is named.
     search: tuple[float, ...] = ()
+    #: The line whose rates are taken, none if they are searched, and by which factor.
+    rates_of: StudyLine | None = None
+    rates_times: float = 1.0
 
 
 def groups(settings: Mapping[str, Any]) -> list[Group]:
@@ -95,8 +99,19 @@ def groups(settings: Mapping[str, Any]) -> list[Group]:
         one_of(tuple(tasks), **{f"task of {where}": record["task"]})
         for name in record["lines"]:
             one_of(tuple(lines), **{f"lines of {where}": name})
-        own = (tuple(record.get(name, ())) for name in ("epsilons", "trials", "search"))
-        out.append(Group(tasks[record["task"]], tuple(lines[n] for n in record["lines"]), *own))
+        if "rates_of" in record:
+            one_of(tuple(lines), **{f"rates_of of {where}": record["rates_of"]})
+        out.append(
+            Group(
+                tasks[record["task"]],
+                tuple(lines[n] for n in record["lines"]),
+                tuple(record["epsilons"]),
+                tuple(record["trials"]),
+                search=tuple(record.get("search", ())),
+                rates_of=lines.get(record.get("rates_of", "")),
+                rates_times=float(record.get("rates_times", 1.0)),
+            )
+        )
     for task in tasks.values():
         if not 0 < len(task.search) == len(task.middle):
             raise InvalidInput(
