@@ -15,6 +15,7 @@ ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 LAYERS = {
     "errors": 0,
     "version": 0,
+    "rounding": 0,
     "one_owner": 0,
     "device_copy": 0,
     "triton_shim": 0,
@@ -68,6 +69,7 @@ TOGETHER = (
     },
 )
 WITHOUT_TORCH = {
+    "rounding",
     "owners",
     "errors",
     "participation",

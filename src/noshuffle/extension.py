@@ -51,6 +51,7 @@ from noshuffle.participation import (
     stages_of,
 )
 from noshuffle.plan_strategy import chosen
+from noshuffle.rounding import down, up
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.fit import best as best_fit
 from noshuffle.strategies.fit import fit as fit_strategy
@@ -184,8 +185,8 @@ def _calibrated(
     # A unit of a stage is always in the next one, too: that one cannot cost nothing.
     if spent > epsilon or (spent == epsilon and plan.participation.is_sampled):
         raise InvalidInput(
-            f"the first {kept} steps have ε = {spent:.6g} already, so all of them cannot have "
-            f"{epsilon:.6g}; give a larger epsilon"
+            f"the first {kept} steps have ε = {up(spent)} already, so all of them cannot have "
+            f"{down(epsilon)}; give a larger epsilon"
         )
     factor = calibrate.smallest(
         lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=tolerance, most=1e6

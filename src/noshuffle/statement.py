@@ -24,6 +24,7 @@ from typing import Any
 
 from noshuffle.errors import MAX_STEPS
 from noshuffle.participation import FixedSize, Participation, Restarted, TruncatedPoisson
+from noshuffle.rounding import factor_up, up
 
 #: How often an attacker of `meaning` accuses somebody who did not take part.
 FALSE_ALARMS = 0.01
@@ -57,26 +58,15 @@ def meaning(
         bounds.append(normal.cdf(normal.inv_cdf(FALSE_ALARMS) + mu))
     if found is not None:
         bounds.append(found)
-    shown = _at_least(factor) if epsilon <= 700 else f"e^{math.ceil(epsilon)}"
+    shown = factor_up(factor) if epsilon <= 700 else f"e^{math.ceil(epsilon)}"
     share = math.ceil(1000 * min(bounds)) / 10
     most = f"at most {share:g} %" if share < 100 else "possibly all"
     return (
         f"Whether one {unit} took part or not changes the odds of anything that is seen of this by "
-        f"at most a factor of {shown} (up to δ = {delta:g}). Whoever guesses who took part, and "
+        f"at most a factor of {shown} (up to δ = {up(delta)}). Whoever guesses who took part, and "
         f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds {most} of those "
         "who did."
     )
-
-
-def _at_least(factor: float) -> str:
-    """The least number of two digits (from ten to a million: whole) that is not below a factor.
-
-    >>> _at_least(2.71), _at_least(2.8), _at_least(33.01), _at_least(1.21e6)
-    ('2.8', '2.8', '34', '1.3e+06')
-    """
-    unit = 1.0 if 10 <= factor < 1e6 else 10.0 ** (math.floor(math.log10(factor)) - 1)
-    up = unit * math.ceil(factor / unit * (1 - 1e-12))  # 2.8 is not 28.000000000000004 tenths
-    return f"{up:.2g}" if up < 10 else f"{up:,.0f}" if up < 1e6 else f"{up:.1e}"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -110,7 +100,7 @@ class PrivacyStatement:
         if self.not_private:
             kind, void = "does not hold", f"{_VOID}: "
         return (
-            f"{void}(ε = {self.epsilon:.4g}, δ = {self.delta:g})-DP per {self.unit}, "
+            f"{void}(ε = {up(self.epsilon, digits=4)}, δ = {up(self.delta)})-DP per {self.unit}, "
             f"{self.neighbours} neighbours, {kind}"
         )
 
@@ -121,11 +111,11 @@ class PrivacyStatement:
             f"mechanism: {self.mechanism}",
             f"participation: {self.participation}",
             f"noise: standard deviation {self.noise_multiplier:.6g} × clip norm on every row of Z; "
-            f"sensitivity {self.sensitivity:.6g} (squared {self.squared_sensitivity:.6g})",
+            f"sensitivity {up(self.sensitivity)} (squared {up(self.squared_sensitivity)})",
         ]
         if self.mu is not None and self.rho is not None:
             lines.append(
-                f"as one Gaussian mechanism: μ = {self.mu:.6g} (GDP), ρ = {self.rho:.6g} (zCDP)"
+                f"as one Gaussian mechanism: μ = {up(self.mu)} (GDP), ρ = {up(self.rho)} (zCDP)"
             )
         lines.append("this holds provided that:")
         lines.extend(f"  - {sentence}" for sentence in self.assumptions)

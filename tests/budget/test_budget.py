@@ -52,6 +52,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
 from noshuffle.release.release import Release
+from noshuffle.rounding import up
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies import identity
 
@@ -379,7 +380,7 @@ def test_a_warm_start_adds_up(budget: Budget) -> None:
         private.close()
     said = private.statement()
     wanted = gaussian.epsilon(mu=plan.mu() * math.sqrt(2), delta=DELTA)
-    assert f"all together (those under way as reserved) cost ε = {wanted:.6g}" in said.words()
+    assert f"all together (those under way as reserved) cost ε = {up(wanted)}" in said.words()
     assert "This is run 2 of 2" in said.words()
 
 

@@ -29,6 +29,7 @@ from noshuffle.errors import (
 )
 from noshuffle.federated import ServerOptimizer
 from noshuffle.release.repeated import RepeatedFit, sketch
+from noshuffle.rounding import up
 from noshuffle.training.many import Setting, Study
 
 DELTA = 1e-5
@@ -62,7 +63,7 @@ def test_a_grid_search_of_seven_fits_states_what_seven_fits_cost(budget: Budget)
     wanted = gaussian.epsilon(mu=mu, delta=DELTA)
     said = search.best_estimator_.privacy_.words()
     assert "This is run 7 of 7 on this data" in said
-    assert f"cost ε = {wanted:.6g} at δ = 1e-05, exact" in said
+    assert f"cost ε = {up(wanted)} at δ = 1e-05, exact" in said
     assert "are not counted here" not in said
     assert wanted > 2.5 * search.best_estimator_.privacy_.epsilon
 

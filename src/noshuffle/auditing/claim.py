@@ -27,6 +27,7 @@ from noshuffle.auditing.curve import MuEstimate, epsilon_of
 from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.auditing.one_run import Guesses, best_guesses
 from noshuffle.errors import InvalidInput, non_negative, open_unit
+from noshuffle.rounding import up
 
 #: Chance that guesses refute a true claim, at most.
 LEVEL = 1e-3
@@ -60,8 +61,8 @@ class ClaimAudit(Finding):
         epsilon, low, high = self.estimate.epsilons(self.delta)
         shift = "" if self.is_shift else " (spreads differ: no Gaussian shift, guesses decide)"
         return (
-            f"{self.answer}: {self.name}, claimed ε = {self.claimed_epsilon:.4g} at δ = "
-            f"{self.delta:g}\n{self.canaries:,} canaries in {self.participations} steps each: "
+            f"{self.answer}: {self.name}, claimed ε = {up(self.claimed_epsilon, digits=4)} at δ = "
+            f"{up(self.delta)}\n{self.canaries:,} canaries in {self.participations} steps each: "
             f"{self.estimate}, ε = {epsilon:.4g} [{low:.4g}, {high:.4g}]{shift}\nproved by guesses "
             f"alone: {self.guesses.words(self.delta)}"
         )

@@ -38,6 +38,7 @@ from noshuffle.errors import InvalidInput, whole
 from noshuffle.participation import Participation
 from noshuffle.plan import Plan
 from noshuffle.release.release import Release
+from noshuffle.rounding import up
 
 #: A finding is believed when chance gives it less often than this.
 LEVEL = 1e-6
@@ -78,8 +79,8 @@ class NoiseAudit(Finding):
             f"{self.answer}: the noise of {self.steps} steps over {self.coordinates:,} coordinates"
             f"\nscale: {self.scale:.5f} of the planned one (p = {self.p_scale:.2g}); least likely "
             f"entry: steps {i} and {j} (p = {self.p_entries:.2g})"
-            f"\nworst unit: {own}, claimed {self.claimed_mu:.4f}; ε at δ = {self.delta:g}: "
-            f"{own.epsilons(self.delta)[0]:.4g}{bare}"
+            f"\nworst unit: {own}, claimed {up(self.claimed_mu, places=4)}; "
+            f"ε at δ = {up(self.delta)}: {own.epsilons(self.delta)[0]:.4g}{bare}"
         )
 
 

@@ -35,6 +35,7 @@ from scipy.stats import binom
 from noshuffle.auditing.curve import epsilon_of
 from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.errors import InvalidInput
+from noshuffle.rounding import down
 
 #: Shares of the canaries that are guessed about: the surest ones, on either side or all "in".
 SHARES = (0.5, 0.2, 0.05, 0.01)
@@ -56,7 +57,8 @@ class Guesses:
     def words(self, delta: float) -> str:
         """ε that is proved, of any mechanism and of a Gaussian one."""
         gaussian = epsilon_of(self.mu, delta=delta)
-        return f"ε ≥ {self.epsilon:.3f} (any mechanism), ≥ {gaussian:.3f} (Gaussian)"
+        any_mechanism, a_gaussian = down(self.epsilon, places=3), down(gaussian, places=3)
+        return f"ε ≥ {any_mechanism} (any mechanism), ≥ {a_gaussian} (Gaussian)"
 
 
 def epsilon_bound(*, m: int, r: int, v: int, delta: float, level: float) -> float:

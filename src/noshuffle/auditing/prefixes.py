@@ -36,6 +36,7 @@ from noshuffle.auditing.sampled import epsilon_of_draws
 from noshuffle.auditing.worst import worst
 from noshuffle.participation import MinSeparation, Restarted
 from noshuffle.plan import Plan
+from noshuffle.rounding import down, up
 
 #: Longest run whose rows are emitted and inverted; of a longer one, its beginning.
 MOST_STEPS, MOST_SAMPLED = 1024, 4096
@@ -98,16 +99,17 @@ class PlanAudit(Finding):
         ]
         for stop in self.refuted[:5]:
             lines.append(
-                f"  stopped after {stop.steps}: stated ε = {stop.stated:.4g}, true ε ≥ "
-                f"{stop.low:.4g} for a unit {_shown(stop.pattern)}"
+                f"  stopped after {stop.steps}: stated ε = {up(stop.stated, digits=4)}, true ε ≥ "
+                f"{down(stop.low, digits=4)} for a unit {_shown(stop.pattern)}"
             )
         if len(self.refuted) > 5:
             lines.append(f"  and {len(self.refuted) - 5} more stopping points")
         if self.stops:
             last = self.stops[-1]
             lines.append(
-                f"after {last.steps} steps: stated ε = {last.stated:.6g}, emitted ε in "
-                f"[{last.low:.6g}, {last.high:.6g}], μ in [{last.mu_low:.6g}, {last.mu_high:.6g}]"
+                f"after {last.steps} steps: stated ε = {up(last.stated)}, emitted ε in "
+                f"[{down(last.low)}, {up(last.high)}], "
+                f"μ in [{down(last.mu_low)}, {up(last.mu_high)}]"
             )
             tight = min(self.stops, key=lambda stop: stop.low / stop.stated if stop.stated else 1)
             if tight.stated:

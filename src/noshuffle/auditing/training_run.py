@@ -33,6 +33,7 @@ from noshuffle.auditing.one_run import Guesses, best_guesses
 from noshuffle.clipping.check import evaluated
 from noshuffle.errors import whole
 from noshuffle.plan import Plan
+from noshuffle.rounding import up
 from noshuffle.training import privatize
 
 
@@ -56,12 +57,13 @@ class CanaryAudit(Finding):
         return REFUTED if is_above else HOLDS
 
     def words(self) -> str:
-        own, d = self.estimate, self.delta
+        own, d, mu = self.estimate, self.delta, up(self.claimed_mu, places=4)
+        claimed = up(epsilon_of(self.claimed_mu, delta=d), places=3)
         return (
             f"{self.answer}: {self.canaries:,} canaries, attacker sees the {self.attacker}\n"
-            f"{own}, claimed {self.claimed_mu:.4f} ({own.mu / self.claimed_mu:.3f} of it; "
-            f"{self.reachable_mu:.4f} is within reach)\nε at δ = {d:g}: estimated "
-            f"{own.epsilons(d)[0]:.3f}, claimed {epsilon_of(self.claimed_mu, delta=d):.3f}; proved "
+            f"{own}, claimed {mu} ({own.mu / self.claimed_mu:.3f} of it; "
+            f"{self.reachable_mu:.4f} is within reach)\nε at δ = {up(d)}: estimated "
+            f"{own.epsilons(d)[0]:.3f}, claimed {claimed}; proved "
             f"by guesses alone: {self.guesses.words(d)}"
         )
 

@@ -61,6 +61,7 @@ from noshuffle.errors import (
 )
 from noshuffle.plan import Plan
 from noshuffle.release.unit_ids import Ids, ids_and_kind
+from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
 NUMBERS = ("epsilon", "delta", "pure")
@@ -198,10 +199,10 @@ class Budget:
         who = f"{len(entries)} run(s) on this data"
         does = f"NOT PRIVATE: no ε holds for {len(void)} of {who}; the others cost at most"
         lines = [
-            f"{does if void else f'{who} cost'} ε = {spent.epsilon(self.delta):.4g} at "
-            f"δ = {self.delta:g} together ({spent.kind}), of ε = {self.epsilon:g}",
+            f"{does if void else f'{who} cost'} ε = {up(spent.epsilon(self.delta), digits=4)} at "
+            f"δ = {up(self.delta)} together ({spent.kind}), of ε = {self.epsilon:g}",
             f"unit: {self.limit['unit']}, {self.limit['neighbours']} neighbours; room for one more "
-            f"run of ε = {self.left():.4g}",
+            f"run of ε = {down(self.left(), digits=4)}",
             "the next run may be chosen by what earlier ones released: the limit is a privacy "
             "filter",
         ]

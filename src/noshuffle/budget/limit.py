@@ -22,6 +22,7 @@ from noshuffle.budget.units import UnitSpending
 from noshuffle.errors import BudgetExceeded, InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.unit_ids import Ids
+from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
 
@@ -95,9 +96,10 @@ class SpendingLimit:
         aside = " (of pure ε only what is set aside by pure= is added up as it is)"
         raise BudgetExceeded(
             f"{what} would bring what this data has cost from ε = "
-            f"{before.epsilon(self.delta):.4g} to {after.epsilon(self.delta):.4g} at δ = "
-            f"{self.delta:g}, and the limit is {self.epsilon:g}{aside if self.pure else ''}; a "
-            f"run of at most ε = {self.left(before):.4g} would fit"
+            f"{up(before.epsilon(self.delta), digits=4)} to "
+            f"{up(after.epsilon(self.delta), digits=4)} at δ = {up(self.delta)}, and the limit "
+            f"is {self.epsilon:g}{aside if self.pure else ''}; a "
+            f"run of at most ε = {down(self.left(before), digits=4)} would fit"
         )
 
     def fits(self, spent: Cost) -> bool:

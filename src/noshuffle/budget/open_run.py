@@ -19,6 +19,7 @@ from noshuffle.budget.units import UnitSpending, amounts
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.unit_ids import Ids
+from noshuffle.rounding import up
 from noshuffle.statement import PrivacyStatement
 
 
@@ -118,8 +119,8 @@ class OpenRun:
         whose = "the unit that has spent most: " if limit.is_individual else ""
         return (
             f"This is run {number} of {len(state.entries)} on this data; all together ({whose}"
-            f"those under way as reserved) cost ε = {spent.epsilon(limit.delta):.6g} at δ = "
-            f"{limit.delta:g}, {spent.kind}, and the limit of their budget {limit.name} is ε = "
+            f"those under way as reserved) cost ε = {up(spent.epsilon(limit.delta))} at δ = "
+            f"{up(limit.delta)}, {spent.kind}, and the limit of their budget {limit.name} is ε = "
             f"{limit.epsilon:g}, whoever chose the next run by the results of the last.{beside} "
             "Runs that do not draw on it are not counted."
         )

@@ -42,6 +42,7 @@ from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.release.unit_ids import Ids
+from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
 #: Called with a setting and a trial; gives back a result and its scores.
@@ -86,8 +87,9 @@ class Trial:
         cost = cost_of(statement, delta=self.delta, neighbours=self.neighbours)
         if not total([*self.costs, cost]).epsilon(self.delta) <= self.epsilon:
             raise BudgetExceeded(
-                f"one run of this search may cost ε = {self.epsilon:.6g} at δ = {self.delta:g}, "
-                f"{what} would cost {cost.epsilon(self.delta):.6g}; fit plans for trial.epsilon"
+                f"one run of this search may cost ε = {down(self.epsilon)} at "
+                f"δ = {up(self.delta)}, {what} would cost {up(cost.epsilon(self.delta))}; "
+                "fit plans for trial.epsilon"
             )
         self.costs.append(cost)
         return self
@@ -270,7 +272,7 @@ def _statement(
         epsilon, kind = gaussian.epsilon(mu=joint, delta=delta), "exact"
         how = f"the best of {settings} runs, one for each setting, by {scored}"
         bound = (
-            f"ε is that of all {settings} runs together: μ = {joint:.6g} = √{settings} × μ of one."
+            f"ε is that of all {settings} runs together: μ = {up(joint)} = √{settings} × μ of one."
         )
     else:
         joint, epsilon, kind = None, of_gaussian(law, mu, delta=delta), "rdp"
@@ -281,7 +283,7 @@ def _statement(
         )
         bound = (
             f"ε is the bound of Papernot and Steinke (2022) for a {name} number of runs of mean "
-            f"{law.mean:g}, each of ε = {one:.4g} with its score: the search is inside."
+            f"{law.mean:g}, each of ε = {up(one, digits=4)} with its score: the search is inside."
         )
     return PrivacyStatement(
         epsilon=epsilon,

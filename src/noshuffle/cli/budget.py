@@ -11,6 +11,7 @@ from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput
+from noshuffle.rounding import up
 
 if TYPE_CHECKING:
     from noshuffle.budget import Budget
@@ -160,7 +161,7 @@ def _table(own: Budget) -> Any:
             "reserved" if entry.is_open else "charged",
             "NOT PRIVATE"
             if entry.not_private or not is_finite
-            else f"{entry.cost.epsilon(own.delta):.4g}",
-            f"{next(sums):.4g}" if is_finite else "not counted",
+            else up(entry.cost.epsilon(own.delta), digits=4),
+            up(next(sums), digits=4) if is_finite else "not counted",
         )
     return table

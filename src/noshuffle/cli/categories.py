@@ -16,6 +16,7 @@ from typing import Any
 
 from noshuffle.cli.budget import opened
 from noshuffle.errors import InvalidInput
+from noshuffle.rounding import up
 
 #: Share of μ² for the choice, and of δ for what it may cost to fail.
 SHARE, SLACK = 0.1, 0.25
@@ -72,8 +73,8 @@ class CategoryChoice:
         self.epsilon_left = min(left, epsilon)
         self._sentence = (
             f"Before this run, categories of {len(texts)} text columns were chosen from the same "
-            f"rows by noisy counts (ε = {share:.4g}, δ = {delta * SLACK:g}); with this run that is "
-            f"(ε = {epsilon:g}, δ = {delta:g}).",
+            f"rows by noisy counts (ε = {up(share, digits=4)}, δ = {up(delta * SLACK)}); with "
+            f"this run that is (ε = {up(epsilon)}, δ = {up(delta)}).",
         )
         found = zip(texts, chosen.categories_)
         return {name: [str(value) for value in values] for name, values in found}

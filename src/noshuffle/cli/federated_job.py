@@ -34,6 +34,7 @@ from noshuffle.federated.simulate import RoundProgress, Simulation, evaluate
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.telemetry import need_flower
 from noshuffle.report import write_report
+from noshuffle.rounding import up
 
 #: Held-out rows of an evaluation on the way, spread over all; the last one takes every row.
 _GLANCE = 1000
@@ -76,7 +77,7 @@ class FederatedResult(JobResult):
             for heading in ("times asked", "users", "ε"):
                 table.add_column(heading, justify="right")
             for row in self.users:
-                table.add_row(str(row.participations), f"{row.users:,}", f"{row.epsilon:.3f}")
+                table.add_row(str(row.participations), f"{row.users:,}", up(row.epsilon, places=3))
             console.print(table)
         if not self.is_complete:
             console.print("ended early: no user was free any more; the rest of the plan is unused")

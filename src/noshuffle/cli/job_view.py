@@ -29,6 +29,7 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import finish_seal, seal
 from noshuffle.release.signature import private_key
+from noshuffle.rounding import up
 from noshuffle.statement import PrivacyStatement
 
 
@@ -83,7 +84,7 @@ class JobResult:
     def rows(self, words: JobWords) -> list[tuple[str, str]]:
         said = self.statement
         unsafe = said.not_private
-        epsilon = f"{said.epsilon:.3f} ({'exact' if said.exact else 'upper bound'})"
+        epsilon = f"{up(said.epsilon, places=3)} ({'exact' if said.exact else 'upper bound'})"
         rows = [(words.accuracy, shown(self.accuracy, None))]
         if self.error is not None:
             rows = [(words.error, shown(None, self.error))]
@@ -95,7 +96,7 @@ class JobResult:
             *rows,
             *(("NOT PRIVATE", sentence) for sentence in unsafe),
             (words.epsilon, "no guarantee (see above)" if unsafe else epsilon),
-            ("δ", f"{said.delta:g}"),
+            ("δ", up(said.delta)),
             ("per", f"{said.unit}, {said.neighbours} neighbours"),
             ("mechanism", self.plan.strategy.words()),
             ("noise multiplier", f"{self.plan.noise_multiplier:.3f}"),
@@ -226,11 +227,11 @@ def watching(console: Console, words: JobWords) -> Iterator[tuple[Watch, Say]]:
             if seen.epsilon is not None and (seen.accuracy, seen.error) != (None, None):
                 score = shown(seen.accuracy, seen.error)
                 name = words.accuracy if seen.error is None else words.error
-                fields["note"] = f"ε {seen.epsilon:.2f}  {name.split()[0]} {score}"
+                fields["note"] = f"ε {up(seen.epsilon, places=2)}  {name.split()[0]} {score}"
                 if hidden:
                     console.print(
                         f"{words.step} {seen.step}/{seen.steps}  {rate}  {words.epsilon} "
-                        f"{seen.epsilon:.2f}  {name} {score}",
+                        f"{up(seen.epsilon, places=2)}  {name} {score}",
                         highlight=False,
                     )
             bar.update(task, completed=seen.step, total=seen.steps, **fields)  # type: ignore[arg-type]

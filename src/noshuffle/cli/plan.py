@@ -14,6 +14,7 @@ from noshuffle.cli.promise import Output, Promise, check_picture, print_json
 from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, NoshuffleError, one_of, whole
 from noshuffle.participation import Epochs, Participation
+from noshuffle.rounding import up
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -148,7 +149,7 @@ def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
 
     console = Console(markup=False)
     cells = {
-        "ε": lambda row: f"{row.epsilon:.3f}",
+        "ε": lambda row: up(row.epsilon, places=3),
         "noise": lambda row: f"{row.noise_multiplier:.3f}",
         "sensitivity": lambda row: f"{'' if row.exact else '≤ '}{row.sensitivity:.3f}",
         "rms": lambda row: f"{row.rms:.3f}",
@@ -167,7 +168,7 @@ def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
         lines = [(row.rms, row.name, [cells[heading](row) for heading in kept]) for row in rows]
         for row in beside:
             known = {"rms": f"{row.rms:.3f}", "noise": f"{row.plan.noise_multiplier:.3f}",
-                     "ε": f"{row.plan.epsilon():.3f}", "buffers": "0"}  # fmt: skip
+                     "ε": up(row.plan.epsilon(), places=3), "buffers": "0"}  # fmt: skip
             shown = [known.get(heading, "–") for heading in kept]
             lines.append((row.rms, "identity, sampled", shown))
         for _, name, shown in sorted(lines, key=lambda line: line[0]):

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from noshuffle.errors import VerificationFailed
+from noshuffle.rounding import up
 
 PROVED, CONSISTENT, NOT_PRIVATE, REFUTED = "PROVED", "CONSISTENT", "NOT PRIVATE", "REFUTED"
 EXIT_CODES = {PROVED: 0, REFUTED: 1, CONSISTENT: 3, NOT_PRIVATE: 4}
@@ -72,7 +73,7 @@ class Verdict:
             lives = f" in {self.lives} lives" if self.lives > 1 else ""
             lines[0] = (
                 f"{self.answer}: {self.released} of {self.planned} planned steps{lives}, "
-                f"ε = {self.epsilon:.6g} at δ = {self.delta:g}"
+                f"ε = {up(self.epsilon)} at δ = {up(self.delta)}"
             )
         lines += [f"  - {line}" for line in (*self.refuted, *self.not_private)]
         lines += [f"  (checked: {line})" for line in self.checked if not self.refuted]

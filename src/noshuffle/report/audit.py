@@ -15,6 +15,7 @@ from scipy.special import ndtr, ndtri
 from noshuffle.report.page_parts import cards as card_row
 from noshuffle.report.page_parts import pictures
 from noshuffle.report.plots import ACCENT, MUTED, WARM, Figure, as_svg
+from noshuffle.rounding import down, up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -50,8 +51,8 @@ def _plan(part: Part) -> Told:
     refuted = [stop for stop in stops if stop["answer"] == "REFUTED"]
     shown = max(refuted, key=lambda stop: stop["low"] / stop["stated"]) if refuted else stops[-1]
     cards = [
-        (f"{shown['stated']:.4g}", f"ε stated after {shown['steps']} steps"),
-        (f"{shown['low']:.4g}", "ε of the emitted noise, at least"),
+        (up(shown["stated"], digits=4), f"ε stated after {shown['steps']} steps"),
+        (down(shown["low"], digits=4), "ε of the emitted noise, at least"),
         (f"{len(refuted)} of {len(stops)}", "stopping points refuted"),
     ]
 
@@ -76,7 +77,7 @@ def _stopping_points(axes: Axes, part: Part, stops: list[Part], refuted: list[Pa
     axes.plot(steps, [stop["low"] for stop in stops], color=ACCENT, ls="--", label="emitted noise")
     if bad := [(stop["steps"], stop["low"]) for stop in refuted]:
         axes.plot(*zip(*bad), "o", color=WARM, ms=4, label="refuted")
-    axes.set(xlabel="run stopped after … steps", ylabel=f"ε at δ = {part['delta']:g}")
+    axes.set(xlabel="run stopped after … steps", ylabel=f"ε at δ = {up(part['delta'])}")
     axes.set_ylim(0, None)
     axes.legend(frameon=False)
 
@@ -104,7 +105,7 @@ def _draws(part: Part) -> Told:
 
 
 def _canaries(part: Part) -> Told:
-    label = f"μ̂ from the {part['attacker']}; claimed {part['claimed_mu']:.4g}"
+    label = f"μ̂ from the {part['attacker']}; claimed {up(part['claimed_mu'], digits=4)}"
     return [(_number(part["estimate"]["mu"]), label)], []
 
 
@@ -121,7 +122,7 @@ def _membership(part: Part) -> Told:
 def _claim(part: Part) -> Told:
     claimed, found = part["claimed_epsilon"], part["epsilon"]
     cards = [
-        (f"{claimed:.4g}", f"ε claimed: {part['name']}"),
+        (up(claimed, digits=4), f"ε claimed: {part['name']}"),
         (_number(found), f"ε of {part['canaries']:,} canaries in {part['participations']} steps"),
     ]
     if found is None:
@@ -131,7 +132,7 @@ def _claim(part: Part) -> Told:
         ("proved by guesses", part["guesses"]["epsilon"]),
         ("shown", found),
     ]
-    return cards, [(_bars(bars), f"{part['name']}: ε at δ = {part['delta']:g}.")]
+    return cards, [(_bars(bars), f"{part['name']}: ε at δ = {up(part['delta'])}.")]
 
 
 @as_svg

@@ -12,6 +12,7 @@ from noshuffle.budget.cost import total
 from noshuffle.budget.entries import Entry
 from noshuffle.release.files import write_bytes
 from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg, save_picture
+from noshuffle.rounding import up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -41,7 +42,7 @@ def _spending(axes: Axes, budget: Budget) -> None:
     )  # fmt: skip
     axes.set(
         xlabel=f"runs so far (grey: under way, as reserved{void})",
-        ylabel=f"ε together (δ = {budget.delta:g})",
+        ylabel=f"ε together (δ = {up(budget.delta)})",
         ylim=(0, 1.15 * budget.epsilon),
         xlim=(0.3, max(len(finite), 4) + 0.7),
     )

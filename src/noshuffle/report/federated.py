@@ -22,6 +22,7 @@ from noshuffle.report import plots
 from noshuffle.report.page_parts import document, pictures, table, warning
 from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
 from noshuffle.report.run import RunRecord
+from noshuffle.rounding import up
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -203,11 +204,11 @@ def _epsilon_by_times(
     everybody = sum(row.users for row in users)
     at, epsilons = [row.participations for row in users], [row.epsilon for row in users]
     sizes = [20 + 500 * row.users / everybody for row in users]
-    axes.axhline(stated, color=WARM, ls="--", label=f"stated for everybody: {stated:.3g}")
+    axes.axhline(stated, color=WARM, ls="--", label=f"stated for everybody: {up(stated, digits=3)}")
     capped = [min(stated, epsilon) for epsilon in own]
     axes.plot(times, capped, color=ACCENT, lw=1.4, label="of a user asked so often")
     axes.scatter(at, epsilons, s=sizes, color=ACCENT, alpha=0.35, lw=0)
-    axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {delta:g})")
+    axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {up(delta)})")
     axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
     axes.legend(frameon=False, loc="lower right")
 

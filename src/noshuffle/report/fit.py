@@ -21,6 +21,7 @@ from noshuffle.release.files import read_json
 from noshuffle.report import plots
 from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
 from noshuffle.report.run import RunRecord
+from noshuffle.rounding import up
 from noshuffle.strategies import error, identity, sensitivity
 
 if TYPE_CHECKING:
@@ -153,5 +154,5 @@ def _tradeoff(axes: Axes, plan: Plan, given: object) -> None:
         axes.loglog(targets, factor / mu / rows, color=colour, lw=1.4, label=label)
     here = plan.noise_multiplier * float(error(plan.strategy, plan.steps).per_step[-1]) / rows
     axes.loglog([own], [here], "o", color=WARM, ms=6)
-    axes.set(xlabel=f"ε (δ = {plan.delta:g})", ylabel="noise / (rows · clip norm)")
+    axes.set(xlabel=f"ε (δ = {up(plan.delta)})", ylabel="noise / (rows · clip norm)")
     axes.legend(frameon=False)

@@ -18,6 +18,7 @@ from noshuffle.report import audit, federated, fit, sums, trained
 from noshuffle.report.page_parts import cards, document, pictures, table, warning
 from noshuffle.report.plots import Figure
 from noshuffle.report.run import RunRecord, read_run
+from noshuffle.rounding import up
 from noshuffle.statement import FALSE_ALARMS, meaning
 
 #: What the statement says, and how a person calls it.
@@ -85,11 +86,11 @@ def write_audit(record: dict[str, Any], path: Path, *, title: str) -> None:
 def _cards(run: RunRecord) -> str:
     epsilon = run.statement.get("epsilon")
     kind = "exact" if run.statement.get("exact") else "upper bound"
-    promised = ("∞" if epsilon is None else f"{epsilon:.3g}", f"ε ({kind})")
+    promised = ("∞" if epsilon is None else up(epsilon, digits=3), f"ε ({kind})")
     told = [
         promised if not run.not_private else ("NOT PRIVATE", "no ε holds"),
         *_with_before(run),
-        (f"{run.statement.get('delta', run.plan.delta):g}", "δ"),
+        (up(run.statement.get("delta", run.plan.delta)), "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
     accuracy = run.summary.get("test_accuracy")
@@ -104,7 +105,9 @@ def _with_before(run: RunRecord) -> list[tuple[str, str]]:
     """ε of a run together with what was chosen from the same rows before it."""
     if not run.before or run.not_private:
         return []
-    return [("?" if run.seen is None else f"{run.seen[0]:.3g}", "ε with what came before this run")]
+    return [
+        ("?" if run.seen is None else up(run.seen[0], digits=3), "ε with what came before this run")
+    ]
 
 
 def _meaning(run: RunRecord) -> str:
@@ -128,7 +131,7 @@ def _statement(run: RunRecord) -> str:
     rows = []
     for name, label in _STATED.items():
         value = statement.get(name)
-        rows.append((label, f"{value:.6g}" if isinstance(value, int | float) else value))
+        rows.append((label, up(value) if isinstance(value, int | float) else value))
     said = [*statement.get("assumptions", []), *run.config.get("further_assumptions", [])]
     sentences = "".join(f"<li>{escape(s)}</li>" for s in said)
     title, holds = "The guarantee", "It holds provided that:"

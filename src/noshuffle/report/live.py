@@ -29,6 +29,7 @@ from noshuffle.release.folder_lock import is_held
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS, spent
 from noshuffle.report.run import RunRecord, read_run
+from noshuffle.rounding import up
 from noshuffle.statement import PrivacyStatement
 
 _BLOCKS = "▁▂▃▄▅▆▇█"
@@ -160,10 +161,10 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
         f"step {now.step:,} of {now.steps:,}",
         bar(now.step, now.steps, width=max(8, min(width, 60) - len(share))) + share,
     ]
-    planned = "∞" if now.planned_epsilon is None else f"{now.planned_epsilon:.3g}"
-    spent = "∞" if now.epsilon is None else f"{now.epsilon:.3g}"
+    planned = "∞" if now.planned_epsilon is None else up(now.planned_epsilon, digits=3)
+    spent = "∞" if now.epsilon is None else up(now.epsilon, digits=3)
     if now.is_private:
-        lines.append(f"ε {spent} of {planned} (δ = {now.delta:g}) per {now.unit}")
+        lines.append(f"ε {spent} of {planned} (δ = {up(now.delta)}) per {now.unit}")
     else:
         lines.append("NOT PRIVATE: no ε holds")
     if now.before and now.is_private:

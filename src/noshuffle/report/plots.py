@@ -25,6 +25,7 @@ from noshuffle.participation import Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.report.glyphs import every_glyph
+from noshuffle.rounding import up
 from noshuffle.strategies import Strategy, error, identity, sensitivity
 from noshuffle.strategies.fit import fit
 
@@ -98,7 +99,7 @@ def epsilon_curve(
     """ε after each of the first `last` steps (or rounds), from the plan alone."""
     steps = spread(last, most=60)
     axes.step(steps, [plan.epsilon_after(s) for s in steps], where="post", color=WARM)
-    axes.set(xlabel=step, ylabel=f"{what} (δ = {plan.delta:g})", ylim=(0, None))
+    axes.set(xlabel=step, ylabel=f"{what} (δ = {up(plan.delta)})", ylim=(0, None))
 
 
 @as_svg

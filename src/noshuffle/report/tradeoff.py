@@ -17,6 +17,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.participation import Epochs, Participation, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.report.plots import label_ends, spread
+from noshuffle.rounding import up
 from noshuffle.strategies import Strategy, error, identity
 from noshuffle.strategies.fit import fit
 
@@ -105,7 +106,7 @@ def draw_plan(
     left.set(
         xlabel="step",
         ylabel="noise std in the running sum / clip norm",
-        title=f"error over steps at ε = {rows[0].epsilon:.3g}, δ = {best.delta:g}",
+        title=f"error over steps at ε = {up(rows[0].epsilon, digits=3)}, δ = {up(best.delta)}",
         yscale="log",
         xlim=(1, best.steps),
     )
@@ -127,7 +128,7 @@ def draw_plan(
             last = max(last, points[-1][0])
     right.set(
         xlabel="batch size (computation)" if has_batch else "batch / planned batch (computation)",
-        ylabel=f"ε (δ = {best.delta:g})",
+        ylabel=f"ε (δ = {up(best.delta)})",
         xscale="log",
         yscale="log",
         title=f"ε over batch size at the signal-to-noise of {rows[0].name}",
