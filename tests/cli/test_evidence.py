@@ -164,3 +164,38 @@ def test_a_signed_page_is_left_alone(table: Path, tmp_path: Path) -> None:
     assert main(["report", str(run), "--output", str(page)]) == 0
     assert page.read_bytes() == (run / "report.html").read_bytes()
     assert main(["verify", str(run), "--public-key", str(public)]) == 0
+
+
+def test_folders_that_are_no_run_are_named_and_not_refuted(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    runs = tmp_path / "runs"
+    run = summed(table, runs / "first")
+    best = tmp_path / "best"
+    assert main(["tune", *TRAIN.split()[1:], "--learning-rates", "0.1", "--out", str(best)]) == 0
+    assert main(["budget", str(tmp_path / "b"), "--epsilon", "1", "--delta", "1e-5"]) == 0
+    (photos := tmp_path / "photos").mkdir()
+    (photos / "one.png").write_bytes(b"")
+    capsys.readouterr()
+    for folder, words in (
+        (runs, f"holds runs: name one of {run}"),
+        (run / "checkpoints", f"part of one: name {run}"),
+        (best, "the runs of it leave no trace"),
+        (tmp_path / "b", "it is a budget"),
+        (photos, "is not a run folder"),
+    ):
+        for command in ("verify", "report"):
+            assert main([command, str(folder)]) == 2, (command, folder)
+            heard = capsys.readouterr()
+            assert "is not a run folder" in heard.err
+            assert words in heard.err
+            assert "REFUTED" not in heard.out
+
+
+def test_a_run_whose_plan_was_taken_away_is_refuted(
+    table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = summed(table, tmp_path / "run")
+    (run / "plan.json").unlink()
+    assert main(["verify", str(run)]) == 1
+    assert "plan.json cannot be read" in capsys.readouterr().out

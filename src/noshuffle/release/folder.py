@@ -35,6 +35,7 @@ from noshuffle.release.files import (
     write_json,
 )
 from noshuffle.release.keys import KeyRing
+from noshuffle.release.other_folders import not_a_run
 from noshuffle.release.spending import Ancestor
 
 #: The lock, and what a crash leaves of an atomic write or removal, by the process that it was of.
@@ -85,7 +86,7 @@ class RunFolder:
 
     def plan(self) -> Plan:
         if not self.is_started:
-            raise InvalidInput(f"{self.path} is not a run folder: it has no plan.json")
+            raise InvalidInput(not_a_run(self.path))
         try:
             return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:

@@ -34,6 +34,7 @@ from noshuffle.release.files import as_json, file_digest, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_errors import is_unreadable
 from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.other_folders import is_other, not_a_run
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
 from noshuffle.release.unfinished import is_half_sealed, refuse_unfinished
@@ -55,8 +56,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
 
     Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
     the guarantee: the error of the operating system is raised; so is a line where there is no
-    folder, no run has begun, or an extension was killed on its way (`unfinished`). Other files that
-    cannot be read are named as not checked.
+    folder, it is no run (`other_folders`), none has begun, or an extension was killed on its way
+    (`unfinished`). Other files that cannot be read are named as not checked.
     """
     run, refuted = RunFolder(path), []
     if not run.path.is_dir():  # a slip in the name refutes nothing
@@ -65,6 +66,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     phases = sorted(run.path.glob("phase-*"), key=lambda phase: (len(phase.name), phase.name))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
+    if is_other(run.path):
+        raise InvalidInput(not_a_run(run.path))
     refuse_unfinished(run)
     try:
         plan = run.plan()

@@ -20,6 +20,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.other_folders import not_a_run
 from noshuffle.release.spending import COUNTS, Ancestor
 from noshuffle.statement import voids
 
@@ -139,13 +140,11 @@ class RunRecord:
 
 def read_run(path: Path) -> RunRecord:
     """The run in that folder; a folder without a plan and a statement is refused."""
-    missing = [name for name in ("plan.json", "statement.json") if not (path / name).is_file()]
-    if missing:
-        raise InvalidInput(
-            f"{path} is not a run folder ({', '.join(missing)} missing); "
-            "noshuffle train, federated and fit make such folders"
-        )
     folder = RunFolder(path)
+    if not folder.plan_file.is_file():
+        raise InvalidInput(not_a_run(path))
+    if not folder.statement_file.is_file():
+        raise InvalidInput(f"{path} has no statement.json yet: a run writes it when it is saved")
     rows: dict[tuple[str, Any], dict[str, Any]] = {}
     for row in folder.metrics():
         key = (row.get("kind", "evaluation"), row.get("step"))
