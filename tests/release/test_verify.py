@@ -34,6 +34,7 @@ from noshuffle.release.private_sum import PrivateSum
 from noshuffle.release.sampler import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.verdict import UNSIGNED
+from noshuffle.report import read_run
 from noshuffle.statement import of_stops
 from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
@@ -431,3 +432,50 @@ def test_a_seal_does_not_make_edited_settings_good(tmp_path):
     with pytest.raises(VerificationFailed, match="is not what the ledger says"):
         seal(tmp_path / "run")
     assert verify(tmp_path / "run").answer == "REFUTED"
+
+
+@pytest.mark.parametrize("change", ["remove", "edit"])
+def test_a_fork_that_was_killed_before_it_was_saved_knows_what_it_came_from(tmp_path, change):
+    """Its ledger had no note of ancestors.json, so that without it nobody knew of the parent."""
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    parent = PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "parent")
+    parent.add([1.0], ids=[0])
+    parent.save()
+    child = fork(tmp_path / "parent", tmp_path / "child")
+    sums = PrivateSum(plan, clip=1.0, shape=(), run=child)
+    sums.add([1.0], ids=[1])
+    kept = shutil.copytree(child.path, tmp_path / "killed")
+    lost = RunFolder(kept)
+    if change == "remove":
+        lost.ancestors_file.unlink()
+    else:
+        edit(lost.ancestors_file, lambda r: r[0].update(released=0))
+    assert "ancestors.json is not" in verify(kept).words()
+    with pytest.raises(ReplayRefused, match=r"ancestors.json is (gone|not what)"):
+        PrivateSum(plan, clip=1.0, shape=(), run=kept)
+
+
+def test_what_came_before_a_run_is_said_of_its_forks(tmp_path):
+    """Categories that `fit` chose from the same rows were no part of the fork's statement."""
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    said = "Before this run, categories were chosen from the same rows."
+
+    def released(run, before=()):
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=run)
+        if before:
+            RunFolder.of(run).write_config({"before": list(before)})
+        sums.add([1.0], ids=[0])
+        sums.save()
+        sums.close()
+
+    released(tmp_path / "parent", [said])
+    child = fork(tmp_path / "parent", tmp_path / "child")
+    released(child)
+    grandchild = fork(child, tmp_path / "grandchild")
+    released(grandchild)
+    for run in (child, grandchild):
+        statement = json.loads(run.statement_file.read_text())
+        assert statement["assumptions"].count(f"Of an earlier run: {said}") == 1
+        found = verify(run.path)
+        assert (found.answer, found.unchecked.count(said)) == ("CONSISTENT", 1)
+        assert read_run(run.path).before == (said,)

@@ -54,7 +54,7 @@ def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     unseen = [own.left_out] if own.left_out else []
     if earlier:
         unseen.append(f"{earlier} earlier run(s), which the statement of this fork counts")
-    unseen += [*config.get("before", ()), *voids(said.get("assumptions", ()))]
+    unseen += [*folder.before(), *voids(said.get("assumptions", ()))]
     found: list[Finding] = [replace(own, left_out="; ".join(unseen))]
     saved = checkpoint.saved(folder.checkpoints)
     if saved and config.get("data") in NAMES and isinstance(config.get("model"), str):

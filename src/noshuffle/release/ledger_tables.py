@@ -281,6 +281,11 @@ class LedgerTables:
         """What was written down of one kind, oldest first."""
         return [json.loads(event.body) for event in self.log(kind)]
 
+    def digests_of(self, name: str) -> set[str]:
+        """Every digest of a file that a note of files has, oldest and newest alike."""
+        known = (note["files"].get(name) for note in self.notes("files"))
+        return {digest for digest, _ in filter(None, known)}
+
     def mixing(self) -> list[dict[str, Any]]:
         """Looks at the model that found examples mixed where they had been apart before."""
         return [look for look in self.notes("look") if look["since"] is not None]

@@ -34,7 +34,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
 from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
-from noshuffle.release.files import read_json, write_json
+from noshuffle.release.files import file_digest, read_json, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
 from noshuffle.release.keys import KeyRing
@@ -114,6 +114,7 @@ def open_run(
     try:
         with _damage_named(folder.ledger_file):
             _check_ledger(folder, ledger, ring)
+            _check_ancestors(folder, ledger)
         if not is_new:
             row = rows_used(StepPlans.of(recipe), ledger.released)
             ring = ring.renewed(step=ledger.released, row=row)
@@ -193,6 +194,22 @@ def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
         )
 
 
+def _check_ancestors(folder: RunFolder, ledger: Ledger) -> None:
+    """What a run was forked from is in its ledger before its first step, and stays the same.
+
+    Without it a fork that was killed before it was saved would be known by its own steps alone.
+    """
+    file = folder.ancestors_file
+    noted, there = ledger.digests_of(file.name), file.exists()
+    if noted and (not there or noted != {file_digest(file)}):
+        raise ReplayRefused(
+            f"{file} is {'not what the ledger says' if there else 'gone'}: it has the runs that "
+            "this one adds up with; bring it back"
+        )
+    if there and not noted:
+        ledger.note("files", files={file.name: [file_digest(file), file.stat().st_size]})
+
+
 def known_steps(folder: RunFolder) -> int:
     """How many steps the folder knows of, its ledger left aside."""
     saved = checkpoint.saved(folder.checkpoints)
@@ -234,7 +251,8 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     is_adaptive = ledger.meta("adaptive_clip") in COUNTS
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
     budget = ledger.meta("budget") or ""
-    ancestors = [*old.ancestors(), Ancestor(plan, released, is_adaptive, notes, budget)]
+    parent_run = Ancestor(plan, released, is_adaptive, notes, budget, old.own_before())
+    ancestors = [*old.ancestors(), parent_run]
     ledger.close()
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])

@@ -42,7 +42,8 @@ class Ancestor:
     """A run that this one was forked from: its plan and how many steps it had released.
 
     `notes` are the sentences that its facts add to a statement: what it rested on, the fork does.
-    `budget`: by what it is known in the budget that it draws on, if any.
+    `budget`: by what it is known in the budget that it draws on, if any. `before`: sentences about
+    what was released from the same rows before it, which is no part of any run.
     """
 
     plan: Plan
@@ -50,6 +51,7 @@ class Ancestor:
     is_adaptive: bool = False
     notes: tuple[str, ...] = ()
     budget: str = ""
+    before: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -58,6 +60,7 @@ class Ancestor:
             "is_adaptive": self.is_adaptive,
             "notes": list(self.notes),
             "budget": self.budget,
+            "before": list(self.before),
         }
 
     @classmethod
@@ -66,7 +69,9 @@ class Ancestor:
         adaptive = bool(record.get("is_adaptive", True))
         notes = tuple(str(note) for note in record.get("notes", ()))
         budget = str(record.get("budget", ""))
-        return cls(Plan.from_json(record["plan"]), int(record["released"]), adaptive, notes, budget)
+        before = tuple(str(said) for said in record.get("before", ()))
+        plan, released = Plan.from_json(record["plan"]), int(record["released"])
+        return cls(plan, released, adaptive, notes, budget, before)
 
 
 def gaussian_sum(mus: Sequence[float]) -> float:
@@ -90,6 +95,8 @@ def spent(
         for a in ancestors
         if a.released
     ]
+    earlier = [said for one in ancestors for said in one.before]
+    own = own.with_assumptions(*map(_inherited, earlier))
     if not before:
         return own
     words = f"This run is a fork; it adds up with {len(before)} earlier run(s) on the same data."
@@ -99,7 +106,7 @@ def spent(
     mus = [part.mu for part in parts if part.mu is not None]
     inherited = [note for one in ancestors if one.released for note in one.notes]
     inherited += [said for part in before for said in of_stops(part.assumptions)]
-    own = own.with_assumptions(words, *(f"Of an earlier run: {note}" for note in inherited))
+    own = own.with_assumptions(words, *map(_inherited, inherited))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
         epsilon = gdp.epsilon(mu=mu, slack=0.0, delta=own.delta)
@@ -123,6 +130,10 @@ def spent(
         rho=None,
         exact=False,
     )
+
+
+def _inherited(sentence: str) -> str:
+    return f"Of an earlier run: {sentence}"
 
 
 def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:

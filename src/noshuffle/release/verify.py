@@ -19,6 +19,7 @@ import json
 import math
 import sqlite3
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
@@ -217,8 +218,8 @@ def _published(found: Found) -> Iterator[str]:
     for name in (*(file.name for file in run.files()), *run.unknown()):
         if name not in told and name != run.plan_file.name:
             found.unchecked.append(f"{name}, which the ledger does not know of")
-    if run.config_file.exists():  # another release from the same rows is not in this ledger
-        found.unchecked += read_json(run.config_file).get("before", [])
+    with suppress(NoshuffleError, ValueError, KeyError, TypeError):  # said with the statement
+        found.unchecked += run.before()  # another release from the same rows is in no ledger
 
 
 def _forked(found: Found) -> Iterator[str]:
@@ -227,8 +228,7 @@ def _forked(found: Found) -> Iterator[str]:
     By the newest alone, whoever removes the file and seals the run would have a smaller ε proved.
     """
     file = found.run.ancestors_file
-    notes = [note["files"].get(file.name) for note in found.evidence.notes("files")]
-    noted = {digest for digest, _ in filter(None, notes)}
+    noted = found.evidence.digests_of(file.name)
     if noted and not file.exists():
         yield f"{file.name} is not in the folder any more: the runs that this one adds up with"
     elif noted and {_unless_unreadable(found, file, file_digest, file) or min(noted)} != noted:

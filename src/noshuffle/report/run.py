@@ -64,7 +64,8 @@ class RunRecord:
     @property
     def before(self) -> tuple[str, ...]:
         """What was chosen from the same rows before this run, which is no part of its statement."""
-        return tuple(map(str, self.config.get("before", ())))
+        inherited = (said for one in self.ancestors for said in one.before)
+        return (*map(str, self.config.get("before", ())), *inherited)
 
     @property
     def seen(self) -> tuple[float, float] | None:
