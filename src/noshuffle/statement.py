@@ -39,6 +39,7 @@ def meaning(
     mu: float | None = None,
     *,
     unit: str = "example",
+    neighbours: str = "zero-out",
     found: float | None = None,
 ) -> str:
     """What ε means, in two sentences for everybody.
@@ -46,7 +47,8 @@ def meaning(
     An attacker whose test accuses a share α of those who did not take part finds at most
     min(e^ε·α + δ, 1 − e^−ε·(1 − δ − α)) of those who did, and for one Gaussian mechanism at most
     Φ(Φ⁻¹(α) + μ) (Dong, Roth, Su 2019). `found`: a bound on that share from elsewhere, such as the
-    trade-off curve of a sampled plan.
+    trade-off curve of a sampled plan. Where a unit is replaced, somebody takes part either way:
+    the attacker tells which of two it was.
 
     >>> meaning(1.0, 1e-5).rpartition(", ")[2]
     'finds at most 2.8 % of those who did.'
@@ -61,11 +63,20 @@ def meaning(
     shown = factor_up(factor) if epsilon <= 700 else f"e^{math.ceil(epsilon)}"
     share = math.ceil(1000 * min(bounds)) / 10
     most = f"at most {share:g} %" if share < 100 else "possibly all"
+    rare = f"{100 * FALSE_ALARMS:g} %"
+    odds = (
+        "changes the odds of anything that is seen of this by at most a factor of "
+        f"{shown} (up to δ = {up(delta)})."
+    )
+    if neighbours == "replace-one":
+        return (
+            f"Whether one {unit} took part or any other in its place {odds} Whoever guesses which "
+            f"of the two it was, and takes {rare} of the others for it, recognises {most} of those "
+            "that it was."
+        )
     return (
-        f"Whether one {unit} took part or not changes the odds of anything that is seen of this by "
-        f"at most a factor of {shown} (up to δ = {up(delta)}). Whoever guesses who took part, and "
-        f"accuses {100 * FALSE_ALARMS:g} % of those who did not, finds {most} of those "
-        "who did."
+        f"Whether one {unit} took part or not {odds} Whoever guesses who took part, and "
+        f"accuses {rare} of those who did not, finds {most} of those who did."
     )
 
 

@@ -140,3 +140,16 @@ def test_names_of_lines_stay_near_their_lines() -> None:
     assert plots.apart([0.1, 0.5, 0.9], gap=0.1) == [0.1, 0.5, 0.9]
     moved = plots.apart([0.0, 0.01, 0.02, 0.5], gap=0.1)
     assert moved == pytest.approx([-0.09, 0.01, 0.11, 0.5])
+
+
+@pytest.mark.parametrize("neighbours", ["zero-out", "replace-one"])
+def test_a_page_says_what_its_neighbours_differ_in(run: RunRecord, neighbours: str) -> None:
+    """Of replaced units it said "took part or not", and somebody takes part either way."""
+    plan = replace(run.plan, neighbours=neighbours)
+    said = {**plan.statement().to_dict(), "released_steps": plan.steps}
+    text = page(replace(run, plan=plan, statement=said))
+    is_swap = neighbours == "replace-one"
+    for words in ("took part or not", "Whoever guesses who took part", "whether one unit took"):
+        assert (words in text) != is_swap
+    for words in ("took part or any other in its place", "which of two units took part"):
+        assert (words in text) == is_swap

@@ -116,7 +116,9 @@ def _meaning(run: RunRecord) -> str:
     found = None
     if run.plan.noise_multiplier and run.released:  # where batches are drawn, far below ε alone
         found = 1 - float(run.least_misses([FALSE_ALARMS])[0])
-    sentence = meaning(*run.seen, unit=run.statement["unit"], found=found)
+    said = run.statement
+    near = said.get("neighbours", run.plan.neighbours)
+    sentence = meaning(*run.seen, unit=said["unit"], neighbours=near, found=found)
     return f"<p>{escape(sentence)}</p>"
 
 

@@ -104,7 +104,7 @@ def epsilon_curve(
 
 @as_svg
 def tradeoff_curve(axes: Axes, least_misses: Callable[[Any], Any]) -> None:
-    """Errors of whoever tells whether one unit took part: least misses over false alarms."""
+    """Errors of whoever tells two neighbours apart: least misses over false alarms."""
     alphas = np.linspace(0.0, 1.0, 101)
     axes.plot(alphas, least_misses(alphas), color=WARM, label="at least")
     axes.plot(alphas, 1 - alphas, color=MUTED, lw=1, ls=":", label="guessing")

@@ -69,7 +69,9 @@ def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
     if is_whole and (stated is None or stated <= 1.001 * run.plan.epsilon_after(last)):
         yield plots.epsilon_curve(run.plan, last=last), f"Privacy spent over {run.progress()}."
     if run.plan.noise_multiplier:
-        caption = "Errors of any test whether one unit took part: never below the line."
+        is_swap = run.plan.neighbours == "replace-one"
+        asked = "which of two units took part" if is_swap else "whether one unit took part"
+        caption = f"Errors of any test {asked}: never below the line."
         yield plots.tradeoff_curve(run.least_misses), caption
 
 
