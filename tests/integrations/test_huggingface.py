@@ -214,9 +214,10 @@ def test_users_with_many_sequences(tmp_path):
 
 def plain_trainer(out, kind="full", *, run=None, seed=0, parts=2, callbacks=(), **options):
     settings = {"gradient_accumulation_steps": parts, "train_sampling_strategy": "sequential"}
+    plan = options.pop("plan", None)
     args = arguments(out, **settings, **options)
     size = {"clip_norm": 0.6, "batch_size": 4 * parts, "source": test_source(seed=1)}
-    private = PrivateTrainerCallback(fitted(args), run=run, **size)
+    private = PrivateTrainerCallback(plan or fitted(args), run=run, **size)
     given = {"train_dataset": Sentences(), "callbacks": [private, *callbacks]}
     return transformers.Trainer(gpt2(kind, seed), args, **given), private
 
@@ -424,6 +425,19 @@ def test_a_plan_for_longer_epochs_is_refused_before_the_second_one(tmp_path):
     with pytest.raises(InvalidInput, match="8 steps, 6 an epoch; the plan has 9, 7 an epoch"):
         trainer(tmp_path, plan=plan, max_steps=8)
     trainer(tmp_path, plan=plan, max_steps=6)
+
+
+@pytest.mark.parametrize("rule", [ns.SinglePass(12), ns.MinSeparation(12, 6, 1)])
+def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path, rule):
+    """The second epoch was refused, when the first was trained and paid for."""
+    plan = _fitted(rule, "tree", "example")
+    with pytest.raises(InvalidInput, match=r"same rows 2 times.*participation_of"):
+        trainer(tmp_path, plan=plan)
+    trainer(tmp_path, plan=plan, num_train_epochs=1)
+    made, callback = plain_trainer(tmp_path, plan=plan)
+    with pytest.raises(InvalidInput, match=r"same rows 2 times.*participation_of"):
+        made.train()
+    assert not hasattr(callback, "private")
 
 
 def test_the_best_model_is_that_of_an_unbroken_run(tmp_path):

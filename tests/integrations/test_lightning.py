@@ -311,3 +311,12 @@ def test_an_epoch_of_another_length_is_refused_before_the_first_step(tmp_path):
     with pytest.raises(InvalidInput, match="makes 2 steps in an epoch, the plan has 3"):
         trainer.fit(Module(), loader)
     assert not callback.private.steps_released
+
+
+def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path):
+    """The second epoch was refused, when the first was trained and paid for."""
+    plan = ns.Plan.fit(ns.SinglePass(12), mechanism="tree", noise_multiplier=0.5, delta=1e-5)
+    for shuffle in (False, True):
+        with pytest.raises(InvalidInput, match=r"same rows 2 times.*Epochs\(epochs=2"):
+            fit(tmp_path, Module(), plan=plan, shuffle=shuffle, ids=lambda batch: batch[1])
+    assert fit(tmp_path, Module(), plan=plan, max_epochs=1).steps_released == 5

@@ -329,3 +329,24 @@ def test_evaluation_leaves_every_layer_in_its_own_mode():
     fit_model(private, batches(), LOSS, evaluate=lambda _: {"score": 0.5}, evaluate_every=1)
     assert private.steps_done == 12
     assert [module.training for module in model] == [True, False, True]
+
+
+def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path):
+    """The second epoch was refused, when the first was trained and paid for."""
+    data = TensorDataset(X, Y)
+    again = [
+        batches(),
+        list(batches()),
+        DataLoader(data, batch_size=5),
+        DataLoader(with_ids(data), batch_size=5, shuffle=True, collate_fn=with_ids(data).collate),
+    ]
+    for i, each in enumerate(again):
+        private = make(tmp_path / str(i), SinglePass(steps=9))
+        with pytest.raises(InvalidInput, match=r"same rows 2 times.*Epochs\(epochs=2, steps_per"):
+            fit_model(private, each, LOSS, epochs=2)
+        assert private.steps_released == 0
+    private = make(rule=SinglePass(steps=9))
+    fit_model(private, DataLoader(Stream(), batch_size=5), LOSS, epochs=1)
+    private = make(rule=SinglePass(steps=8), on_violation="drop")  # who asks for it may
+    fit_model(private, batches(), LOSS, epochs=2)
+    assert private.steps_released == 8

@@ -23,6 +23,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import Private, privatize
+from noshuffle.training.batches import refuse_passes, repeats_rows
 from noshuffle.training.check import order_of
 
 RAW = ("loss", "train_loss", "grad_norm", "total_flos")
@@ -116,3 +117,7 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
                 f"the Trainer makes {state.max_steps} steps, the plan has {self.plan.steps}; fit "
                 "it for participation_of(args, dataset)"
             )
+        if repeats_rows(loader) and self._options.get("on_violation") != "drop":
+            length = -(-len(loader) // args.gradient_accumulation_steps)
+            advice = "fit it for participation_of(args, dataset)"
+            refuse_passes(self.plan, steps=state.max_steps, per_pass=length, advice=advice)

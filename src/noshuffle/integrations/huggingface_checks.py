@@ -26,6 +26,7 @@ from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import of_batch
+from noshuffle.training.batches import refuse_passes
 from noshuffle.training.group.team import all_agree
 from noshuffle.training.rng import restore_rng, rng_state
 
@@ -222,5 +223,8 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
                 f"the Trainer makes {wanted.steps} steps, {per_epoch} an epoch; the plan has "
                 f"{plan.steps}, {planned} an epoch; fit it for participation_of(args, dataset)"
             )
+        if has_places(data) and not drops:
+            advice = "fit it for participation_of(args, dataset)"
+            refuse_passes(plan, steps=wanted.steps, per_pass=per_epoch, advice=advice)
     if plan.unit == "user" and units is None:
         raise InvalidInput("a plan with unit='user' needs units=: whose each example is")

@@ -29,6 +29,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training import Private, privatize
+from noshuffle.training.batches import refuse_passes, repeats_rows
 from noshuffle.training.check import is_shuffled, order_of
 from noshuffle.training.unchanged import PrivateOptimizer
 
@@ -127,6 +128,11 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
                 f"the loader makes {length} steps in an epoch, the plan has {planned}; fit the "
                 "plan again, or leave out the incomplete last batch (drop_last=True)"
             )
+        drops = self._options.get("on_violation") == "drop"
+        if repeats_rows(loader) and 0 < length < math.inf and not drops:
+            length, steps = int(length), int(steps)
+            advice = f"fit it for Epochs(epochs={-(-steps // length)}, steps_per_epoch={length})"
+            refuse_passes(plan, steps=steps, per_pass=length, advice=advice)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.private.run is not None:

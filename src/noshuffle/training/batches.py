@@ -20,9 +20,18 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, default_collate
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    IterableDataset,
+    RandomSampler,
+    SequentialSampler,
+    default_collate,
+)
 
 from noshuffle.clipping.objective import take
+from noshuffle.errors import InvalidInput
+from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
 from noshuffle.release.sampler import in_order as in_order
 from noshuffle.release.unit_ids import Ids
@@ -97,6 +106,34 @@ def as_batch(item: Any) -> Batch:
     if isinstance(item, Batch):
         return item
     return Batch(tuple(item)) if isinstance(item, tuple | list) else Batch((item,))
+
+
+def repeats_rows(batches: Any) -> bool:
+    """Whether every pass is known to bring the same rows again, in whatever order."""
+    if isinstance(batches, TensorBatches):
+        return not isinstance(batches.order, Sampler)
+    if not isinstance(batches, DataLoader) or isinstance(batches.dataset, IterableDataset):
+        return isinstance(batches, list | tuple)
+    sampler = getattr(batches.batch_sampler, "sampler", None)
+    if isinstance(sampler, RandomSampler):  # whoever leaves out a rest has others in every pass
+        is_all = sampler.num_samples == len(sampler.data_source) and not sampler.replacement
+        return is_all and not batches.drop_last
+    return isinstance(sampler, SequentialSampler)
+
+
+def refuse_passes(plan: Plan, *, steps: int, per_pass: int, advice: str) -> None:
+    """Raise, before anything is released, where the same rows come more often than the plan allows.
+
+    Without this the guard refuses the first step of the pass that is too many, when those before it
+    are paid for.
+    """
+    part = plan.participation
+    passes = -(-min(steps, plan.steps) // per_pass) if per_pass else 0
+    if not part.is_sampled and passes > part.most:
+        raise InvalidInput(
+            f"training goes through the same rows {passes} times, and by the plan "
+            f"{part.words()}; {advice}"
+        )
 
 
 def starting_at(batches: Iterable[Any], step: int) -> Iterator[Any]:

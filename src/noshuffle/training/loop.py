@@ -27,7 +27,13 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, instance_of, whole
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.batches import TensorBatches, as_batch, starting_at
+from noshuffle.training.batches import (
+    TensorBatches,
+    as_batch,
+    refuse_passes,
+    repeats_rows,
+    starting_at,
+)
 from noshuffle.training.private import Private
 
 
@@ -82,13 +88,16 @@ def fit_model(
     instance_of(Iterable, batches=batches)
     total = _planned(private)[0] if epochs is None else epochs
     whole(epochs=total)
+    length = _length(private, batches, steps_per_epoch)
+    if length and repeats_rows(batches) and not private._parts.drop:
+        advice = f"fit the plan for Epochs(epochs={total}, steps_per_epoch={length})"
+        refuse_passes(private.plan, steps=total * length, per_pass=length, advice=advice)
     if scheduler is not None:
         private.attach(scheduler=scheduler)
     if private.run is not None and not private.steps_done:
         private.resume()
         if not private.steps_released:  # killed before its first checkpoint, it begins alike
             private.save()
-    length = _length(private, batches, steps_per_epoch)
     if not length and private.steps_done and total > 1:
         raise InvalidInput(
             "to resume batches of unknown length over several epochs, give steps_per_epoch"
