@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "version": 0,
     "rounding": 0,
+    "user_warnings": 0,
     "one_owner": 0,
     "device_copy": 0,
     "triton_shim": 0,
@@ -70,6 +71,7 @@ TOGETHER = (
 )
 WITHOUT_TORCH = {
     "rounding",
+    "user_warnings",
     "owners",
     "errors",
     "participation",

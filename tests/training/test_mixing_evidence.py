@@ -75,8 +75,9 @@ def walk(private: ns.Private, until: int) -> None:
         told = nullcontext()
         if step == LOOK:
             told = pytest.warns(RuntimeWarning, match="apart no longer")
-        with told:
+        with told as heard:
             private.step(LOSS, x, y, ids=ids)
+        assert {one.filename for one in heard or ()} <= {__file__}
 
 
 def is_said(statement: ns.PrivacyStatement) -> bool:

@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 import secrets
 import sqlite3
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -44,6 +43,7 @@ from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.release.unit_ids import Ids
 from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
+from noshuffle.user_warnings import warn_user
 
 #: Called with a setting and a trial; gives back a result and its scores.
 RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
@@ -229,11 +229,10 @@ def tune(
 
 
 def _warn_unsettled(budget: Budget | None, error: Exception) -> None:
-    warnings.warn(
+    warn_user(
         f"the books of {budget} could not be written ({error}): the search stays charged as it was "
         "reserved, which is what it costs; what it found is returned",
         RuntimeWarning,
-        stacklevel=3,
     )
 
 

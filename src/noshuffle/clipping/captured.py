@@ -23,7 +23,6 @@ inputs, and the loss gets its row: private.step(lambda out, y, w: …, x, y, w)
 
 from __future__ import annotations
 
-import warnings
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -33,6 +32,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
+from noshuffle.user_warnings import warn_user
 
 OF_BATCH = (
     "the loss uses a tensor of the whole batch, of shape {shape}, beside its arguments: every "
@@ -101,4 +101,4 @@ class CapturedTensors(TorchFunctionMode):
             raise InvalidInput(OF_BATCH.format(shape=self.of_batch))
         if self.like_batch is not None:
             text = LIKE_BATCH.format(shape=self.like_batch)
-            warnings.warn(text, ProbablyNotMeant, stacklevel=3)
+            warn_user(text, ProbablyNotMeant)

@@ -12,7 +12,6 @@ Whoever listens is told of each answer. State: calls, sizes that came, the call 
 
 from __future__ import annotations
 
-import warnings
 from dataclasses import dataclass, field
 
 import torch
@@ -28,6 +27,7 @@ from noshuffle.clipping.products import repeatable
 from noshuffle.clipping.row_check import HALVES, FormsFn, batch_in_place, has_norms
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import Unsupported
+from noshuffle.user_warnings import warn_user
 
 #: Sizes of batches, beside the largest, that are looked at when they first come.
 SIZES = 16
@@ -108,12 +108,11 @@ class LaterLooks:
 
     def _warn(self, reason: Mixes) -> None:
         """Batches of this kind were clipped by layer rules before."""
-        warnings.warn(
+        warn_user(
             f"the model keeps examples apart no longer ({reason}): it is written out per example "
             f"from call {self.calls} on, but the steps before may not be covered by the statement, "
             "which says NOT PRIVATE; begin a new run with a model that stays as it is",
             RuntimeWarning,
-            stacklevel=3,
         )
 
 

@@ -250,7 +250,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         why = self._choose(X, run=run, is_weighted=weight is not None)
         sketched = frozenset[int]()
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            sketched = warn_if_fitted_before(X, stacklevel=5)  # behind two decorators
+            sketched = warn_if_fitted_before(X)
             self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:

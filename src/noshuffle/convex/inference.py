@@ -47,7 +47,6 @@ interval. Measured coverage: benchmarks/convex_intervals.py. No state.
 from __future__ import annotations
 
 import math
-import warnings
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -58,6 +57,7 @@ from sklearn.utils.validation import check_is_fitted
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.moments import noise_norm, pack, unpack_square
 from noshuffle.errors import InvalidInput, Unsupported, open_unit
+from noshuffle.user_warnings import warn_user
 
 #: How far the least eigenvalue of the curvature must lie above its noise.
 CLEAR = 3.0
@@ -266,12 +266,11 @@ class Inference:
         if self._law.error:
             raise Unsupported(f"there is no interval: {self._law.error}")
         if self._law.clipped > FEW:
-            warnings.warn(
+            warn_user(
                 f"{self._law.clipped:.1%} of the rows are clipped: intervals are of the minimiser "
                 "of the clipped risk, the population's where errors are symmetric around their "
                 "mean; otherwise give a larger clip_norm",
                 ClippedRows,
-                stacklevel=3,
             )
         return self._law
 

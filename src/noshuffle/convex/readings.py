@@ -115,7 +115,7 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
         lead = whole.lead if isinstance(whole, RangeRule) else 0
         own = frozenset[int]()
         if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            own = warn_if_fitted_before(x, stacklevel=4)
+            own = warn_if_fitted_before(x)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")

@@ -12,7 +12,6 @@ State: none of its own; it writes the attributes of the estimator.
 from __future__ import annotations
 
 import math
-import warnings
 from collections.abc import Hashable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -36,6 +35,7 @@ from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import Constraint, L1Ball
 from noshuffle.release.unit_ids import as_ids
 from noshuffle.statement import PrivacyStatement
+from noshuffle.user_warnings import warn_user
 
 #: Solvers that answer once, outside of the stream.
 ONE_SHOT = ("objective", "frank_wolfe")
@@ -286,12 +286,11 @@ class TableFit(GradientFit):
 
     def _warn_without_bounds(self) -> None:
         if all(getattr(self, n) is None for n in self._BOUNDS):
-            warnings.warn(
+            warn_user(
                 "no bounds of columns were given: rows are clipped as they come, and columns of "
                 "large numbers hide all others; give bounds=(low, high), one pair for all columns "
                 "or one for each, or bounds='private'",
                 NoBounds,
-                stacklevel=5,
             )
 
     def _words_of_bounds(self) -> str:

@@ -10,7 +10,6 @@ Used by `huggingface.PrivateTrainer`. No state.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -29,6 +28,7 @@ from noshuffle.release.fingerprint import of_batch
 from noshuffle.training.batches import refuse_passes
 from noshuffle.training.group.team import all_agree
 from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.user_warnings import warn_user
 
 
 def participation_of(
@@ -203,11 +203,10 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
         reasons[text] = is_changed(trainer, name, base)
     refuse_options("PrivateTrainer", args, reasons)
     if trainer.eval_dataset is not None and trainer.eval_dataset is trainer.train_dataset:
-        warnings.warn(
+        warn_user(
             "eval_dataset is train_dataset: what evaluation finds, and all that is chosen by it "
             "(the best model, an early stop), is raw data; give rows that are not trained on",
             ProbablyNotMeant,
-            stacklevel=4,
         )
     data, rule = trainer.train_dataset, plan.participation
     rule = rule.participation if isinstance(rule, Restarted) else rule

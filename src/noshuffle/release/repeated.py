@@ -12,12 +12,13 @@ State: the sketches of the last fits of this process.
 from __future__ import annotations
 
 import os
-import warnings
 from collections import deque
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+
+from noshuffle.user_warnings import warn_user
 
 _SIZE, _FITS, _BLOCK, _FIRST = 64, 256, 4096, 1024
 #: Share of a sketch from which on two tables count as the same data.
@@ -63,17 +64,16 @@ def _hashes(x: Any, draws: NDArray[np.float64]) -> NDArray[np.uint64]:
     return hashes
 
 
-def warn_if_fitted_before(x: Any, *, what: str = "fit", stacklevel: int = 3) -> frozenset[int]:
+def warn_if_fitted_before(x: Any, *, what: str = "fit") -> frozenset[int]:
     """Warn if many of these rows were fitted before; returns what to `remember` them by."""
     own = sketch(x)
     before = sum(len(own & other) > _ALIKE * min(len(own), len(other)) for other in _SEEN)
     if before:
-        warnings.warn(
+        warn_user(
             f"{what} {before + 1} of the same rows in this process: the privacy costs add up, and "
             f"the ε of a statement is that of one {what}; give every {what} the same "
             "budget=noshuffle.Budget(folder, epsilon=…, delta=…) to have them counted",
             RepeatedFit,
-            stacklevel=stacklevel,
         )
     return own
 

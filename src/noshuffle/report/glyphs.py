@@ -20,6 +20,7 @@ from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from noshuffle.errors import ProbablyNotMeant
+from noshuffle.user_warnings import warn_user
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -78,7 +79,7 @@ def every_glyph(figure: Figure, *, is_svg: bool) -> Iterator[None]:
         return
     settings: Any = {"svg.fonttype": "none"} if is_svg else {}
     if not is_svg:
-        warnings.warn(_NO_FONT.format(found=found), ProbablyNotMeant, stacklevel=2)
+        warn_user(_NO_FONT.format(found=found), ProbablyNotMeant)
     with matplotlib.rc_context(settings), warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=r"Glyph \d+")
         if is_svg:

@@ -8,7 +8,6 @@ What can be said without a step `check` says beforehand. No state.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -23,10 +22,11 @@ from noshuffle.training.check import (
     slow_notes,
 )
 from noshuffle.training.mixing import first_rows
+from noshuffle.user_warnings import warn_user
 
 
 @contextmanager
-def first_step(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> Iterator[None]:
+def first_step(parts: Any, batch: tuple[Any, ...]) -> Iterator[None]:
     """Around the first step: warn of a run on data that this process has trained on before.
 
     Known by the first batch. Runs that draw on a budget are counted, and those of a test seed are
@@ -39,7 +39,7 @@ def first_step(parts: Any, batch: tuple[Any, ...], *, stacklevel: int) -> Iterat
         yield
         return
     flat = rows.reshape(len(rows), -1).double().cpu().numpy()
-    own = warn_if_fitted_before(flat, what="run", stacklevel=stacklevel)
+    own = warn_if_fitted_before(flat, what="run")
     try:
         yield
     finally:
@@ -58,4 +58,4 @@ def first_look(private: Any, size: int) -> None:
     for one in found:
         if one.verdict == "warning":
             text = f"{one.name}: {one.found}; {one.advice}"
-            warnings.warn(text, ProbablyNotMeant, stacklevel=4)
+            warn_user(text, ProbablyNotMeant)

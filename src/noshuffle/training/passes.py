@@ -9,8 +9,6 @@ the passes before it along, as in a plain loop. State: the passes since the last
 
 from __future__ import annotations
 
-import sys
-import warnings
 import weakref
 from collections.abc import Callable
 from contextlib import suppress
@@ -34,6 +32,7 @@ from noshuffle.training.loss_reading import LossReading
 from noshuffle.training.loss_replay import coupling
 from noshuffle.training.loss_trace import LossTrace
 from noshuffle.training.outputs import CARRIED, Carried, apart, tensors_of
+from noshuffle.user_warnings import warn_user
 
 #: Outputs that a loss may be made of.
 LATEST = 256
@@ -258,10 +257,7 @@ class Listener:
         """Say once what could not be decided about a loss."""
         if doubts and not self._is_warned:
             self._is_warned = True
-            level, frame = 1, sys._getframe()
-            while frame.f_back and frame.f_globals["__name__"].startswith(("torch", "noshuffle")):
-                level, frame = level + 1, frame.f_back
-            warnings.warn(DOUBTS.format(doubts="; ".join(doubts[:3])), ProbablyNotMeant, level)
+            warn_user(DOUBTS.format(doubts="; ".join(doubts[:3])), ProbablyNotMeant)
 
     def _look_outside(self, loss: Tensor) -> None:
         """Keep a warning of parameters that this loss trains outside of private models."""

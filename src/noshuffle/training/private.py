@@ -128,7 +128,7 @@ class Private(TrainingRun):
                 check_call(loss_fn, batch)
             if self._index:
                 return self._advance(loss_fn, batch, ids)
-            with first_step(self._parts, batch, stacklevel=6):
+            with first_step(self._parts, batch):
                 self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:

@@ -18,7 +18,6 @@ The order is strict for a replay, a batch in parts, and on_violation="drop" with
 from __future__ import annotations
 
 import hashlib
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -39,6 +38,7 @@ from noshuffle.training.generators import seeded
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.step_parts import Parts
+from noshuffle.user_warnings import warn_user
 
 #: The clipped sum of one part of a batch by another way than the engine's, to be read before the
 #: next one (`compiled.blocks`); None where the engine has to do it.
@@ -258,7 +258,7 @@ def compare_rows(parts: Parts, batch: tuple[Any, ...]) -> None:
     rows, parts.first_rows = parts.first_rows, None
     inputs = first_rows(batch)
     if rows is not None and inputs is not None and are_mixed(rows, inputs):
-        warnings.warn(MIXED, ProbablyNotMeant, stacklevel=5)
+        warn_user(MIXED, ProbablyNotMeant)
 
 
 def rows_kept(admission: Admission, size: int) -> Mask | None:

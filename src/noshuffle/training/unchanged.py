@@ -20,7 +20,6 @@ step, and the number of steps.
 from __future__ import annotations
 
 import math
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
@@ -43,6 +42,7 @@ from noshuffle.training.outputs import tensors_of
 from noshuffle.training.passes import Listener, are_cleared
 from noshuffle.training.step import Step
 from noshuffle.training.step_parts import Parts
+from noshuffle.user_warnings import warn_user
 
 MASKS = (
     "the second pass of `loss.backward()` gives other outputs than the first: it draws other "
@@ -192,12 +192,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if is_first:
             self._warn_of_divisors(passes)
         if heard.warning:
-            warnings.warn(heard.warning, ProbablyNotMeant, stacklevel=2)
+            warn_user(heard.warning, ProbablyNotMeant)
             heard.warning = ""
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
         at, is_zeroed, now = 0, heard.is_zeroed, versions(heard.own)
-        is_new = first_step(self._parts, inputs_of(passes[0]), stacklevel=5) if is_first else None
+        is_new = first_step(self._parts, inputs_of(passes[0])) if is_first else None
         with is_new or nullcontext(), self._accumulate() as step:
             if is_first or (is_power and is_zeroed):  # else .grad holds more than this step's
                 _check_raw(self._parts, passes, factor, now)
@@ -235,7 +235,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
             by = 0.0 if one.reading is None or one.reading.kind != "sum" else one.reading.divisor
             if by not in (0.0, 1.0, size_of(one), total, self._parts.planned_batch):
                 text = SUMMED.format(divisor=by, size=size_of(one))
-                warnings.warn(text, ProbablyNotMeant, stacklevel=3)
+                warn_user(text, ProbablyNotMeant)
                 return
 
 
@@ -317,10 +317,9 @@ def _check_raw(parts: Parts, passes: list[Pass], factor: float | None, now: list
         raise Unsupported(MOVED if is_moved else BEYOND)
     scaled = dot / other
     if min(abs(scaled - 1.0), abs(scaled * (factor or 1.0) - 1.0)) > (1e-3 if is_exact else 0.1):
-        warnings.warn(
+        warn_user(
             f".grad was multiplied by {scaled:.3g} between loss.backward() and step() "
             "(clip_grad_norm_, or by hand), which has no effect: the private gradient takes its "
             "place; leave that line out (clip_norm of privatize bounds every example)",
             ProbablyNotMeant,
-            stacklevel=4,
         )
