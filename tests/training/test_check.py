@@ -160,15 +160,20 @@ def test_a_second_run_on_the_same_data_is_warned_of_unless_a_budget_counts_it(tm
         begin(x[:5])
 
 
-@pytest.mark.parametrize("is_loop", [False, True])
-def test_a_run_whose_first_step_was_refused_is_not_counted(is_loop):
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(200 + is_loop))
+@pytest.mark.parametrize(("form", "seed"), [("step", 200), ("loop", 201), ("parts", 202)])
+def test_a_run_whose_first_step_was_refused_is_not_counted(form, seed):
+    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
     private = make(source=None)
 
     def step(rows, ids):
-        if is_loop:
+        if form == "loop":
             LOSS(private.model(rows), Y[:5]).backward()
             private.optimizer.step(ids=ids)
+        elif form == "parts":  # it said nothing
+            with private.accumulate() as parts:
+                for part in (slice(0, 3), slice(3, 5)):
+                    own = None if ids is None else ids[part]
+                    parts.add(LOSS, (rows[part], Y[:5][part]), ids=own)
         else:
             private.step(LOSS, rows, Y[:5], ids=ids)
 
@@ -184,6 +189,7 @@ def test_a_run_whose_first_step_was_refused_is_not_counted(is_loop):
     with pytest.warns(RepeatedFit, match="run 2 of the same rows") as told:
         step(x, None)
     assert {one.filename for one in told} == {__file__}
+    assert len(told) == 1
 
 
 def test_batches_that_are_dictionaries():

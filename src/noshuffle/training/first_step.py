@@ -8,7 +8,7 @@ What can be said without a step `check` says beforehand. No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -24,27 +24,35 @@ from noshuffle.training.check import (
 from noshuffle.training.mixing import first_rows
 from noshuffle.user_warnings import warn_user
 
+#: What is told of every part of a first step, before it is summed.
+Hear = Callable[[tuple[Any, ...]], None]
+
 
 @contextmanager
-def first_step(parts: Any, batch: tuple[Any, ...]) -> Iterator[None]:
+def first_step(parts: Any, batch: tuple[Any, ...] | None = None) -> Iterator[Hear]:
     """Around the first step: warn of a run on data that this process has trained on before.
 
-    Known by the first batch. Runs that draw on a budget are counted, and those of a test seed are
-    not private anyway. A step that is refused releases nothing, so its run does not count.
+    Known by the first batch; where that comes in parts, by the first part that `Hear` is told.
+    Runs that draw on a budget are counted, and those of a test seed are not private anyway. A step
+    that is refused releases nothing, so its run does not count.
     """
-    is_counted = parts.release.charge is not None
-    is_known = is_counted or parts.ledger.released or parts.ledger.bound().get("test_key") == "yes"
-    rows = None if is_known else first_rows(batch)
-    if rows is None:
-        yield
-        return
-    flat = rows.reshape(len(rows), -1).double().cpu().numpy()
-    own = warn_if_fitted_before(flat, what="run")
+    is_counted = parts.release.charge is not None or parts.ledger.released
+    is_known = is_counted or parts.ledger.bound().get("test_key") == "yes"
+    heard: list[frozenset[int]] = []
+
+    def hear(part: tuple[Any, ...]) -> None:
+        rows = None if is_known or heard else first_rows(part)
+        if rows is not None:
+            flat = rows.reshape(len(rows), -1).double().cpu().numpy()
+            heard.append(warn_if_fitted_before(flat, what="run"))
+
+    if batch is not None:
+        hear(batch)
     try:
-        yield
+        yield hear
     finally:
-        if parts.ledger.released:
-            remember(own)
+        if heard and parts.ledger.released:
+            remember(heard[0])
 
 
 def first_look(private: Any, size: int) -> None:

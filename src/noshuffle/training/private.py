@@ -161,7 +161,12 @@ class Private(TrainingRun):
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
-        with self._accumulate(self._part_sums()) as step:
+        if self._index:
+            with self._accumulate(self._part_sums()) as step:
+                yield step
+            return
+        with first_step(self._parts) as hear, self._accumulate(self._part_sums()) as step:
+            step.hear = hear
             yield step
 
     def _part_sums(self) -> BlockSums | None:

@@ -56,6 +56,8 @@ class Step:
 
     #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
     can_replay_masks = True
+    #: Who is told of every part as it comes, if anybody is (`first_step`).
+    hear: Callable[[tuple[Any, ...]], None] | None = None
 
     def __init__(self, parts: Parts, *, index: int, sums: PartSum | None = None) -> None:
         check_in_step(parts, index)
@@ -87,6 +89,8 @@ class Step:
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
+        if self.hear is not None:
+            self.hear(batch)
         self._settle()  # the part before was not the last one, whatever it said
         parts, admission = self.parts, None
         if parts.first_rows is not None:

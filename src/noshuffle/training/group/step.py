@@ -133,6 +133,8 @@ class GroupStep(Step):
             batch = cuttable(batch)
             size = batch_size(batch)
             own = self._own_ids(ids, size)
+            if self.hear is not None:
+                self.hear(batch)
             users = own if self.parts.groups_users else None
             blocks.extend(blocks_of(size, users, block=self.parts.block))
             prints = block_prints(batch, blocks, own, secret=self.parts.secret)
