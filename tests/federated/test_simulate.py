@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import os
+from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from torch import nn
 
 from noshuffle import MinSeparation, Plan
 from noshuffle.datasets.text import ENGLISH, GERMAN, encode
-from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
+from noshuffle.errors import DataUnavailable, InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated import tasks as tasks_module
 from noshuffle.federated.clients import NO_TARGET
@@ -287,3 +288,34 @@ def test_targets_keep_their_values(targets: list[Any], classes: int, found: list
     assert got.tolist() == pytest.approx(found)
     assert got.is_floating_point() == isinstance(found[0], float)
     assert torch.equal(task.client(0)[0], x[:1])  # with its type
+
+
+@pytest.mark.parametrize("vectorise", [False, True])
+@pytest.mark.parametrize("label", [2, -1, 2**40])
+def test_a_label_that_is_no_class_is_its_owners_loss_alone(vectorise: bool, label: int) -> None:
+    """It ended everybody's training in an error of torch; now it counts as an update of NaN does:
+    the others have the run in which its owner does not answer."""
+    task = a_task()
+    first = int(np.flatnonzero(np.diff(task.starts) > 1)[0])
+    owner, y = task.users[first], task.y.clone()
+    y[task.starts[first]] = label
+    spoiled = replace(task, y=y)
+    settings = {"local": LOCAL, "check_ins": lambda _: task.users, "vectorise": vectorise}
+    with pytest.warns(ProbablyNotMeant, match=f"user {owner!r} contributes nothing to round 0"):
+        found = simulate(a_run(), a_model(), spoiled, **settings)
+    twin = simulate(a_run(), a_model(), task, answers=lambda _, user: user != owner, **settings)
+    for name, value in twin.parameters.items():
+        assert torch.equal(found.parameters[name], value)
+    assert found.rounds == twin.rounds
+
+
+@pytest.mark.parametrize("vectorise", [False, True])
+def test_an_index_outside_a_table_says_whose_it_is(vectorise: bool) -> None:
+    task = a_task()
+    y = task.y.clone()
+    y[0] = 7
+    own = nn.CrossEntropyLoss(reduction="none")  # of torch, which ends in an error
+    settings = {"local": LOCAL, "check_ins": lambda _: task.users, "vectorise": vectorise}
+    words = "one of [0-9]+ users|user 'u" if vectorise else "in the data of user 'u[0-9]+'$"
+    with pytest.raises(InvalidInput, match=words):
+        simulate(a_run(), a_model(), replace(task, y=y), loss_fn=own, **settings)

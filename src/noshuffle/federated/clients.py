@@ -108,13 +108,23 @@ def squared_error(answers: Tensor, targets: Tensor) -> Tensor:
 
 
 def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
-    """One loss per example: the mean over its targets, those marked `NO_TARGET` left out."""
+    """One loss per example: the mean over its targets, those marked `NO_TARGET` left out.
+
+    A label that is no class makes the loss of its example NaN, and so the update of its owner,
+    which then counts as zero (`clip_flat`): torch would end the training of everybody.
+    """
     if targets.is_floating_point() and targets.shape != scores.shape:
         raise InvalidInput(
             f"classes are whole numbers, and these targets are {targets.dtype}; give y.long(), or "
             "a loss_fn for numbers (squared_error)"
         )
+    spoiled: Tensor | None = None
+    if not targets.is_floating_point():
+        is_class = (targets >= 0) & (targets < scores.shape[1])
+        spoiled = torch.where(is_class | (targets == NO_TARGET), 1.0, math.nan).to(scores.dtype)
+        targets = torch.where(spoiled == 1.0, targets, 0)
     losses = nn.functional.cross_entropy(scores, targets, reduction="none", ignore_index=NO_TARGET)
+    losses = losses if spoiled is None else losses * spoiled
     if losses.dim() == 1:
         return losses
     counted = (targets != NO_TARGET).flatten(1).sum(1).clamp_min(1)

@@ -18,6 +18,7 @@ import copy
 import math
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 
@@ -26,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.stateless import call_with
-from noshuffle.errors import callables, instance_of, whole
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, callables, instance_of, whole
 from noshuffle.federated.clients import (
     NO_TARGET,
     LocalTraining,
@@ -44,7 +45,14 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import groups, pack, takes_together, trained_many
 from noshuffle.release.facts import SIMULATED
 from noshuffle.statement import PrivacyStatement
+from noshuffle.user_warnings import warn_user
 
+#: Said of the first user whose update is no number.
+_NOTHING = (
+    "user {user!r} contributes nothing to round {step}: its update is NaN or infinite (a label "
+    "that is no class, a feature that is no number, a learning rate that is too large); so do "
+    "others of which this is true"
+)
 #: Round number → the users that check in, in the order in which they come.
 CheckIns = Callable[[int], Sequence[UserId]]
 
@@ -168,6 +176,7 @@ def simulate(
     course, server = Course(rounds, until=until, progress=progress), rounds.server
     is_together = takes_together(model, device=server.device, vectorise=vectorise)
     train = partial(_together, unrolled(model), at_once) if is_together else partial(_alone, model)
+    is_warned = False
     while server.round < course.last:
         invitation = rounds.begin(check_ins(server.round))
         if invitation is None:
@@ -176,6 +185,9 @@ def simulate(
         with own_draws(server.client_seed(invitation.step), server.device):
             for user, delta in train(invitation.parameters, users, task, local, loss_fn):
                 sent = clip_delta(delta, clip_norm=invitation.clip_norm)
+                if sent.is_nonfinite and not is_warned:
+                    warn_user(_NOTHING.format(user=user, step=invitation.step), ProbablyNotMeant)
+                    is_warned = True
                 rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
         course.tell(rounds.finish())
     return course.result()
@@ -195,7 +207,9 @@ def _alone(
     device = next(iter(parameters.values())).device
     for user in users:
         x, y = (part.to(device) for part in task.client(user))
-        yield user, local_train(model, parameters, x, y, local=local, loss_fn=loss_fn)
+        with _named([user]):
+            delta = local_train(model, parameters, x, y, local=local, loss_fn=loss_fn)
+        yield user, delta
 
 
 def _together(
@@ -214,11 +228,29 @@ def _together(
         rows, weights = pack(first[some], end[some], local=local)
         steps = [(*task.batch(rows[:, s]), weights[:, s]) for s in range(rows.shape[1])]
         batches = [(x.to(device), y.to(device), w.to(device)) for x, y, w in steps]
-        now = trained_many(
-            model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
-        )
+        with _named([users[place] for place in some]):
+            now = trained_many(
+                model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
+            )
         for i, place in enumerate(some):
             yield users[place], {name: own[i] - parameters[name] for name, own in now.items()}
+
+
+@contextmanager
+def _named(users: Sequence[UserId]) -> Iterator[None]:
+    """An index outside a table (a symbol that is none, a label under a loss of one's own) is one
+    line that says whose it is."""
+    try:
+        yield
+    except (IndexError, RuntimeError) as error:
+        if "out of bounds" not in str(error) and "out of range" not in str(error):
+            raise
+        whose = f"user {users[0]!r}"
+        if len(users) > 1:
+            whose = f"one of {len(users)} users that train together ({users[0]!r}, …)"
+            whose += "; vectorise=False names it"
+        why = str(error).partition("\n")[0]
+        raise InvalidInput(f"{why}: in the data of {whose}") from error
 
 
 @torch.no_grad()
