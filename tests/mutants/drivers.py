@@ -131,7 +131,7 @@ DRIVERS = (
         "training/many/release.py",
         "if group.release.mask_key(step):",
         "if False:",
-        ("tests/training/many/test_models.py::test_masks_are_secret_where_rows_may_be_missing",),
+        ("tests/training/many/test_models.py::test_masks_are_secret",),
         "P4",
     ),
     Mutant(
@@ -177,11 +177,13 @@ DRIVERS = (
         "P4",
     ),
     Mutant(
-        "masks of a user-level run are drawn from a public seed",
+        "masks of a run are drawn from torch's own seed",
         "release/run_state.py",
-        'plan.neighbours == "zero-out" and plan.unit == "example"',
-        'plan.neighbours == "zero-out"',
-        ("tests/training/test_user_masks.py::test_masks_of_a_user_level_run_are_secret",),
+        'self.ledger.bind("rng_seed", "secret")',
+        'self.ledger.bind("rng_seed", str(torch.initial_seed()))',
+        (
+            "tests/training/test_user_masks.py::test_masks_are_secret_and_those_of_a_test_source_come_again",
+        ),
         "P4",
     ),
     Mutant(

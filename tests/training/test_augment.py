@@ -187,8 +187,8 @@ def test_a_transform_may_refuse_extreme_rows() -> None:
     assert run.steps_released == 1
 
 
-def test_draws_are_secret_where_rows_may_be_missing() -> None:
-    """A row more or less moves the draws of others: public ones would show every such row."""
+def test_draws_are_secret() -> None:
+    """A row more or less, or a longer one, moves the draws of others: public ones would show it."""
     whole, drawn = Epochs(2, 2), Poisson(steps=4, rate=0.5)
     seeds = []
     for rule, near in [(whole, "")] * 2 + [(drawn, "")] * 2 + [(drawn, "zero-out")] * 2:
@@ -199,8 +199,7 @@ def test_draws_are_secret_where_rows_may_be_missing() -> None:
         torch.manual_seed(3)
         run = privatize(model, optimizer, plan, clip_norm=0.5, batch_size=2)
         seeds.append(run._parts.release.seed(0))
-    assert seeds[0] == seeds[1]
-    assert len(set(seeds)) == 5
+    assert len(set(seeds)) == 6
 
 
 def test_two_that_go_on_from_one_folder_share_no_secret_draw(tmp_path: Path) -> None:

@@ -121,7 +121,7 @@ class Release(RunState):
         return int.from_bytes(made.digest(), "little")
 
     def mask_key(self, step: int) -> bytes:
-        """What masks and copies are drawn by where they must be secret; elsewhere empty.
+        """What masks and copies are drawn by; empty in runs of before that drew by a public seed.
 
         Of the life of the step, as its batch: two that go on from one folder share no draw.
         """

@@ -86,12 +86,10 @@ class RunState(OneOwner):
         self._rescaled = int(self.ledger.meta("rescaled") or 0)
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
-            # Where a neighbour or a secret draw has rows more or less, others draw at other places:
-            # the draws of two runs are alike then, but not the same, and nobody may know them. How
-            # many rows a user has is the user's, too; an example that is zeroed out keeps its one.
-            is_kept = plan.neighbours == "zero-out" and plan.unit == "example"
-            is_fixed = is_kept and not plan.participation.is_sampled
-            self.ledger.bind("rng_seed", str(torch.initial_seed()) if is_fixed else "secret")
+            # Where a neighbour has rows more or less, or one that all others are padded to, others
+            # draw at other places: the draws of two runs are alike then, but not the same, and
+            # nobody may know them. Runs of before may have a number here, torch's own seed.
+            self.ledger.bind("rng_seed", "secret")
         self._rng_seed = self.ledger.meta("rng_seed")
 
     @property

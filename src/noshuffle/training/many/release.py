@@ -176,7 +176,7 @@ class StudyRelease:
         return found
 
     def masks(self, step: int, device: torch.device) -> AbstractContextManager[None]:
-        """Inside, random layers draw by a secret seed of the step where a plan asks for one."""
+        """Inside, random layers draw by a secret seed of the step (without a plan: by torch's)."""
         for group in self._groups:
             if group.release.mask_key(step):
                 return seeded(group.release.seed(step), device)
