@@ -19,7 +19,13 @@ from torch.utils.data import Dataset, IterableDataset
 
 import noshuffle as ns
 from noshuffle.clipping import next_token
-from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
+from noshuffle.errors import (
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    ProbablyNotMeant,
+    Unsupported,
+)
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
 from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
 from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
@@ -366,6 +372,112 @@ def test_collators_that_mix_rows_are_refused_and_those_that_sort_them_with_units
         made.train()
     loader = trainer(tmp_path, data_collator=in_order).get_train_dataloader()
     refuse_mixed_rows(loader, has_units=False)
+
+
+class EndEpoch(transformers.TrainerCallback):
+    def on_step_end(self, args, state, control, **rest):
+        control.should_epoch_stop = state.global_step == 3
+
+
+def test_rows_are_known_by_what_was_read_and_not_by_the_number_of_the_step(tmp_path, monkeypatch):
+    """An epoch that a callback ends early begins again at row 0, under whatever number: rows 0 to
+    11 took part in steps 0 to 2 and in steps 3 to 5, as rows 12 to 23 of a run that held."""
+    made = trainer(tmp_path, data=Sentences(24), callbacks=[EndEpoch()], num_train_epochs=3)
+    with pytest.raises(ParticipationViolation, match="unit 0 may not take part in step 3"):
+        made.train()
+    seen, real = [], PrivateTrainer.training_step
+
+    def every_second(self, model, inputs, items=None):
+        seen.append(inputs["input_ids"])
+        return real(self, model, inputs, items) if len(seen) % 2 == 0 else torch.zeros(())
+
+    monkeypatch.setattr(PrivateTrainer, "training_step", every_second)
+    made = trainer(tmp_path, gradient_accumulation_steps=2, num_train_epochs=1)
+    made.train()
+    assert sorted(made.private.ledger.units()[0]) == [4, 5, 6, 7, 12, 13, 14, 15, 20, 21]
+
+
+def test_data_in_another_order_do_not_go_on(tmp_path):
+    other = Sentences()
+    other.ids = other.ids.flip(0)
+    with pytest.raises(KeyboardInterrupt):
+        trainer(tmp_path, run=tmp_path / "run", callbacks=[Stop(3)]).train()
+    with pytest.raises(InvalidInput, match="has not the rows that it had"):
+        trainer(tmp_path, run=tmp_path / "run", data=other).train()
+    trainer(tmp_path, run=tmp_path / "run").train()
+
+
+class Ragged(Dataset):
+    """Rows of 3 tokens, and one of 6."""
+
+    def __len__(self):
+        return 8
+
+    def __getitem__(self, i):
+        ids = torch.arange(6 if i == 5 else 3) * (i + 3) % 22 + 2
+        return {"input_ids": ids, "label": i % 2}
+
+
+def padded(*, has_mask):
+    def collate(items):
+        rows = [item["input_ids"] for item in items]
+        batch = {
+            "input_ids": torch.nn.utils.rnn.pad_sequence(rows, batch_first=True),
+            "labels": torch.tensor([item["label"] for item in items]),
+        }
+        mask = torch.nn.utils.rnn.pad_sequence(list(map(torch.ones_like, rows)), batch_first=True)
+        return {**batch, "attention_mask": mask} if has_mask else batch
+
+    return collate
+
+
+def bert():
+    torch.manual_seed(0)
+    size = {"hidden_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = transformers.BertConfig(
+        vocab_size=24, intermediate_size=8, initializer_range=0.5, **size
+    )
+    return transformers.BertForSequenceClassification(config)
+
+
+@pytest.mark.parametrize("form", [PrivateTrainer, PrivateTrainerCallback])
+def test_padding_that_changes_results_is_refused(tmp_path, form):
+    """One long row moved the sum of 64 by 3.7 clip norms, twice what its own may change."""
+    for has_mask in (True, False):
+        args = arguments(tmp_path, num_train_epochs=1, save_strategy="no")
+        args.train_sampling_strategy = "sequential"
+        own = {"plan": fitted(args, Ragged()), "clip_norm": 0.6}
+        given = {"train_dataset": Ragged(), "data_collator": padded(has_mask=has_mask)}
+        if form is PrivateTrainer:
+            made = PrivateTrainer(bert(), args, **given, **own)
+        else:
+            watch = form(**own, batch_size=4)
+            made = transformers.Trainer(bert(), args, callbacks=[watch], **given)
+        if has_mask:
+            made.train()
+        else:
+            with pytest.raises(InvalidInput, match="padding changes results"):
+                made.train()
+
+
+class Seeds(transformers.TrainerCallback):
+    def __init__(self, seen):
+        self.seen = seen
+
+    def on_epoch_begin(self, args, state, control, **rest):
+        self.seen.append(torch.initial_seed())
+
+
+def test_what_a_collator_draws_nobody_knows(tmp_path):
+    """A longer row moves the draws of all others, as masked tokens, and 42 is known."""
+    seen = []
+    for source in (None, None, test_source(seed=1), test_source(seed=1)):
+        made = trainer(tmp_path, callbacks=[Seeds(seen)], save_strategy="no", num_train_epochs=1)
+        made._options["source"] = source
+        made.train()
+    assert len(set(seen)) == 3
+    assert seen[2] == seen[3]
+    assert 42 not in seen
 
 
 def test_evaluation_on_the_training_data_is_warned_of(tmp_path):

@@ -12,7 +12,8 @@ the same batches and takes its rows, since accelerate would repeat rows to make 
 DDP would add up raw gradients.
 
 With a run folder training goes on where it was, whoever killed it: it holds model, optimizer,
-schedule, noise and Trainer, written whenever the Trainer saves. State: the batches of the step.
+schedule, noise and Trainer, written whenever the Trainer saves. State: the batches of the step, and
+how many of the epoch were read.
 """
 
 from __future__ import annotations
@@ -37,15 +38,18 @@ from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.integrations.huggingface_checks import (
+    Looked,
     has_places,
     looked_at,
     part_size,
     participation_of,
     refuse,
     refuse_mixed_rows,
+    refuse_moved_data,
     refuse_other_data,
     steps_per_epoch,
 )
+from noshuffle.integrations.huggingface_padding import refuse_padding
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
@@ -59,6 +63,8 @@ from noshuffle.training.unchanged import PrivateOptimizer
 __all__ = ["PrivateTrainer", "output_loss", "participation_of"]
 
 STATE_NAME = "trainer_state.json"
+#: The number of the part of a step whose seed collators draw by (`Release.seed`).
+LOADER = 2**21
 
 
 def _own_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -108,9 +114,10 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._run = None if run is None else RunFolder.of(run)
         self._units = None if units is None else np.asarray(units)
         self._parts: list[tuple[Any, Any]] = []
+        self._batches = 0  # of this epoch, before the current one
         self._resumed: dict[str, Any] | None = None
         refuse(self, plan, is_own_loss=loss_fn is output_loss, readers=_readers())
-        self.add_callback(_AtBegin(has_units=units is not None))
+        self.add_callback(_Watch(self))
         if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -240,8 +247,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
                 raise InvalidInput("units= needs a data set with a length and rows in order")
             return None
         size, total = part_size(self.args), len(data)
-        at = self.private.steps_done % _per_epoch(self)
-        start = (at * self.args.gradient_accumulation_steps + len(self._parts)) * size
+        start = self._batches * size
         if rows != min(size, total - start):
             raise InvalidInput(
                 f"the collator made {rows} rows of {min(size, total - start)} examples, so that it "
@@ -290,11 +296,13 @@ def _readers() -> dict[str, type]:
     return {**own, **dict.fromkeys(("get_train_dataloader", "get_batch_samples"), _Trainer)}
 
 
-class _AtBegin(transformers.TrainerCallback):
-    """Before the first step: the optimizer is that of the private run, and a row an example."""
+class _Watch(transformers.TrainerCallback):
+    """Before the first step: the optimizer is that of the private run, and a row an example. Then
+    it counts batches, whoever ends an epoch early or leaves a batch out: rows are known by that.
+    """
 
-    def __init__(self, *, has_units: bool) -> None:
-        self.has_units = has_units
+    def __init__(self, trainer: PrivateTrainer) -> None:
+        self._trainer, self._is_first = trainer, True
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         found = getattr(given["optimizer"], "optimizer", given["optimizer"])
@@ -304,7 +312,28 @@ class _AtBegin(transformers.TrainerCallback):
                 "run; a create_optimizer of one's own sets self.optimizer and ends with "
                 "`return super().create_optimizer()`"
             )
-        refuse_mixed_rows(given["train_dataloader"], has_units=self.has_units)
+        trainer, loader = self._trainer, given["train_dataloader"]
+        refuse_mixed_rows(loader, has_units=trainer._units is not None)
+        autocast = trainer.compute_loss_context_manager
+        refuse_padding(trainer.model, trainer._loss_fn, loader, autocast=autocast)
+        if trainer._resumed is None:
+            # Collators and data sets that draw: a row that draws more often than another moves the
+            # draws of those after it, and `args.seed` is known.
+            transformers.set_seed(trainer.private._parts.release.seed(0, LOADER) % 2**32)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """A run that goes on leaves out what was read of its first epoch."""
+        trainer, is_first = self._trainer, self._is_first
+        trainer._batches, self._is_first = 0, False
+        if is_first and has_places(trainer.train_dataset):
+            steps = trainer.private.steps_done % _per_epoch(trainer)
+            trainer._batches = steps * args.gradient_accumulation_steps
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._trainer._batches += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._trainer._batches += 1
 
 
 class _StepOptimizer(PrivateOptimizer):
@@ -328,9 +357,21 @@ class _TrainerState:
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
         text = json.dumps({k: v for k, v in vars(state).items() if _is_plain(v)})
-        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict()}
+        looked = None if (own := self._looked()) is None else json.dumps(own)
+        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict(), "rows": looked}
+
+    def _looked(self) -> Looked | None:
+        """Some rows, by a secret of the run: after a seal nobody can try out what they held."""
+        made = self._trainer
+        if not has_places(made.train_dataset):
+            return None
+        secret = made.private._parts.secret
+        return looked_at(made.train_dataset, made._units, secret=secret)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        now, found = self._looked(), state.get("rows")  # runs of before have none
+        if now is not None and found is not None:
+            refuse_moved_data(tuple(json.loads(found)), now)
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 

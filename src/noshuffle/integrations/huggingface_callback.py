@@ -12,13 +12,18 @@ asked, so `train_sampling_strategy="sequential"` and `report_to=[]` are wanted. 
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import torch
 import transformers
 
 from noshuffle.errors import InvalidInput
+from noshuffle.integrations.huggingface import output_loss
 from noshuffle.integrations.huggingface_checks import refuse_mixed_rows, refuse_options
+from noshuffle.integrations.huggingface_padding import refuse_padding
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
 from noshuffle.statement import PrivacyStatement
@@ -63,6 +68,9 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
     def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         """Put the optimizer into a private run, and go on where the run was."""
         self._refuse(args, state, given["train_dataloader"])
+        half = partial(torch.autocast, args.device.type, torch.bfloat16)
+        autocast = half if args.bf16 else nullcontext
+        refuse_padding(given["model"], output_loss, given["train_dataloader"], autocast=autocast)
         wrapper = given["optimizer"]
         self.private = privatize(given["model"], wrapper.optimizer, self.plan, **self._options)
         wrapper.optimizer = self.private.optimizer

@@ -3,6 +3,7 @@
     participation_of(args, dataset)   once in every epoch, as the arguments cut it into steps
     refuse(trainer, plan, …)          arguments that order, scale, sample or skip rows otherwise
     refuse_other_data(looks)          processes whose data sets differ: rows are known by places
+    refuse_moved_data(before, now)    a run that goes on with data in another order
 
 Used by `huggingface.PrivateTrainer`. No state.
 """
@@ -12,6 +13,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -71,38 +73,57 @@ def has_places(data: Any) -> bool:
 Looked = tuple[int, str, list[str]]
 
 
-def looked_at(data: Any, units: Any) -> Looked:
+def spread_places(data: Any) -> list[int]:
+    """Up to eight places over the whole of a data set, the first and the last among them."""
+    return sorted({i * (len(data) - 1) // 7 for i in range(8)}) if len(data) else []
+
+
+def looked_at(data: Any, units: Any, *, secret: bytes = b"") -> Looked:
     """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
-    before, last = rng_state(), len(data) - 1
+    before, print_of = rng_state(), partial(_fingerprint, secret=secret)
     try:
-        places = [i * last // 7 for i in range(8)] if last >= 0 else []
-        pairs = [(_fingerprint(data[i]), _fingerprint(data[i])) for i in places]
+        pairs = [(print_of(data[i]), print_of(data[i])) for i in spread_places(data)]
     finally:
         restore_rng(before)
-    whose = "" if units is None else _fingerprint(units)
-    return last + 1, whose, [one if one == again else "" for one, again in pairs]
+    whose = "" if units is None else print_of(units)
+    return len(data), whose, [one if one == again else "" for one, again in pairs]
 
 
 def refuse_other_data(looked: Sequence[Looked]) -> None:
     """Rows are known by their places: those that a process has in another order (shuffled without a
     seed, say) would count under the ids of others, and an example twice."""
-    rows = looked[0][2]
     all_agree([{"len(train_dataset)": n, "units": own} for n, own, _ in looked])
     for rank, (_, _, others) in enumerate(looked):
-        pairs = [(a, b) for a, b in zip(rows, others) if a and b]
-        if 2 * sum(a != b for a, b in pairs) > len(pairs):
+        if _are_others(looked[0][2], others):
             raise InvalidInput(
                 f"train_dataset has other rows on rank {rank} than on rank 0, at the same places; "
                 "give every process the same data in the same order (shuffle with a seed)"
             )
 
 
-def _fingerprint(row: Any) -> str:
+def refuse_moved_data(before: Looked, now: Looked) -> None:
+    """The same of a run that goes on: its ledger knows rows by the places that they had."""
+    is_moved = before[0] == now[0] and _are_others(before[2], now[2])
+    if is_moved or before[:2] != now[:2]:
+        what = "rows" if is_moved else "length" if before[0] != now[0] else "units"
+        raise InvalidInput(
+            f"train_dataset has not the {what} that it had when this run began, and rows are known "
+            "by their places; give it the same data in the same order (shuffle with a seed)"
+        )
+
+
+def _are_others(rows: Sequence[str], others: Sequence[str]) -> bool:
+    """Whether more than half of them differ, of those that are not drawn anew each time."""
+    pairs = [(a, b) for a, b in zip(rows, others) if a and b]
+    return 2 * sum(a != b for a, b in pairs) > len(pairs)
+
+
+def _fingerprint(row: Any, *, secret: bytes = b"") -> str:
     """A fingerprint of all that is a number, a text or an array in it."""
     kinds = Tensor | np.ndarray | str | bytes | int | float | None
     plain = dict(row) if isinstance(row, Mapping) else row
     told = tree_map(lambda leaf: leaf if isinstance(leaf, kinds) else type(leaf).__name__, plain)
-    return of_batch((told,), None).hex()[:8]
+    return of_batch((told,), None, secret=secret).hex()[:8]
 
 
 def refuse_mixed_rows(loader: Any, *, has_units: bool) -> None:
