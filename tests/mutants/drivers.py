@@ -119,8 +119,8 @@ DRIVERS = (
     Mutant(
         "masks and copies are drawn from a public seed",
         "release/release.py",
-        'return self._ring.sampling_key(step) if self._rng_seed == "secret" else b""',
-        'return b""',
+        'if self._rng_seed != "secret":',
+        "if True:",
         (
             "tests/training/test_augment.py::test_two_that_go_on_from_one_folder_share_no_secret_draw",
         ),
