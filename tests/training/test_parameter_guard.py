@@ -129,6 +129,37 @@ def test_optimizers_that_cannot_be_private_are_refused() -> None:
     for optimizer in (torch.optim.LBFGS, torch.optim.SparseAdam):
         with pytest.raises(Unsupported, match=optimizer.__name__):
             ns.privatize(model, optimizer(model.parameters()), PLAN, clip_norm=1.0, batch_size=8)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, differentiable=True)
+    with pytest.raises(Unsupported, match="differentiable"):
+        ns.privatize(model, optimizer, PLAN, clip_norm=1.0, batch_size=8)
+
+
+@pytest.mark.parametrize("kind", ["nested", "sparse", "inference"])
+def test_tensors_that_cannot_be_cut_are_refused_in_one_line(kind: str) -> None:
+    _, _, private = made()
+    x, y = data(0)
+    with torch.inference_mode():
+        made_there = x.clone()
+    kinds = {"nested": torch.nested.nested_tensor(list(x)), "inference": made_there}
+    with pytest.raises(InvalidInput, match=kind):
+        private.step(LOSS, {**kinds, "sparse": x.to_sparse()}[kind], y)
+    assert private.steps_released == 0
+
+
+def test_a_parameter_that_joins_the_optimizer_later_is_refused() -> None:
+    """Its raw gradient moved it in every private step, and the model learned from it."""
+    _, optimizer, private = made()
+    private.step(LOSS, *data(0))
+    scale = nn.Parameter(torch.ones(3))
+    optimizer.add_param_group({"params": [scale]})
+    scale.grad = torch.ones(3)
+    with pytest.raises(InvalidInput, match=r"shape \(3,\) outside the private model joined"):
+        private.step(LOSS, *data(1))
+    assert private.steps_released == 1
+    assert torch.equal(scale, torch.ones(3))
+    scale.requires_grad_(False)
+    scale.grad = None
+    private.step(LOSS, *data(1))
 
 
 def test_tied_and_shared_places() -> None:

@@ -126,6 +126,8 @@ def shape_of(batch: Batch) -> BatchShape:
     entries, inner = 0, []
     for leaf in leaves(batch):
         if isinstance(leaf, Tensor):
+            if leaf.is_nested or leaf.layout is not torch.strided or leaf.is_inference():
+                _refuse_kind(leaf)
             shape = leaf.shape
             if not shape:
                 raise InvalidInput(
@@ -149,6 +151,20 @@ def shape_of(batch: Batch) -> BatchShape:
             f"{sorted(sizes) or 'no tensor'}"
         )
     return BatchShape(sizes.pop(), tuple(kinds), entries, tuple(inner))
+
+
+def _refuse_kind(leaf: Tensor) -> None:
+    """Raise for a tensor that cannot be cut by example, or that no gradient passes."""
+    if leaf.is_inference():
+        raise InvalidInput(
+            "a batch holds a tensor that was made in torch.inference_mode(), which no gradient "
+            "passes; make it outside, or clone() it"
+        )
+    kind = "nested" if leaf.is_nested else str(leaf.layout).removeprefix("torch.")
+    raise InvalidInput(
+        f"a batch must hold dense tensors, which can be cut by example, got a {kind} one; "
+        "call to_dense(), or to_padded_tensor() and give a mask"
+    )
 
 
 def batch_size(batch: Batch) -> int:

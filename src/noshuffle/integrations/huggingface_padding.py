@@ -50,8 +50,9 @@ def refuse_padding(
     device = next(model.parameters()).device
 
     def collated(places: list[int]) -> dict[str, Any]:
-        made = dict(loader.collate_fn([data[i] for i in places]))
-        return tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, made)
+        made: dict[str, Any] = dict(loader.collate_fn([data[i] for i in places]))
+        made = tree_map(lambda one: one.to(device) if isinstance(one, Tensor) else one, made)
+        return made
 
     def loss(batch: dict[str, Any]) -> float:
         with torch.no_grad(), autocast():

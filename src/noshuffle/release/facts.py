@@ -131,6 +131,10 @@ def check_optimizer(
         )
     if isinstance(optimizer, torch.optim.SparseAdam):
         raise Unsupported(f"{kind} takes sparse gradients, and private ones are dense; use Adam")
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise Unsupported(
+            f"{kind}(differentiable=True) moves no parameters in place; leave the option out"
+        )
     given = {id(p) for group in optimizer.param_groups for p in group["params"] if p.requires_grad}
     missing = [name for name, p in parameters.items() if id(p) not in given]
     if missing:

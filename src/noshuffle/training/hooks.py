@@ -1,9 +1,9 @@
 """What a private run hangs on the model and the optimizer that it was given.
 
-A model can change under a run: a layer exchanged, parameters frozen or unfrozen. Steps would train
-objects that are not in the model any more: `ParameterGuard` is asked before each. An optimizer can
-be stepped by an old loop on raw gradients, of which the statement would know nothing: `guard`
-refuses that for as long as the run lives. State: the places of the parameters.
+A model can change under a run: a layer exchanged, parameters frozen or unfrozen, others given to
+the optimizer. Steps would train objects that are not in the model: `ParameterGuard` is asked before
+each. An optimizer can be stepped by an old loop on raw gradients, of which the statement would know
+nothing: `guard` refuses that for as long as the run lives. State: the places of the parameters.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -54,8 +54,14 @@ class ModelHook:
 class ParameterGuard:
     """The parameters of a run, and where each of them is in the model."""
 
-    def __init__(self, model: nn.Module, parameters: Mapping[str, nn.Parameter]) -> None:
-        self._parameters = dict(parameters)
+    def __init__(
+        self,
+        model: nn.Module,
+        parameters: Mapping[str, nn.Parameter],
+        optimizer: torch.optim.Optimizer | None = None,
+    ) -> None:
+        self._parameters, self._optimizer = dict(parameters), optimizer
+        self._own = {id(parameter) for parameter in parameters.values()}
         places: dict[tuple[int, str], tuple[Mapping[str, Any], str, Any, str]] = {}
         for name, parameter in parameters.items():
             module: Any = model
@@ -72,7 +78,7 @@ class ParameterGuard:
         self._places = list(places.values())
 
     def check(self) -> None:
-        """Raise if a parameter was replaced, or frozen, since the run was built."""
+        """Raise if a parameter was replaced or frozen since the run was built, or one joined."""
         for where, key, what, name in self._places:
             if where.get(key) is not what:
                 raise InvalidInput(
@@ -85,6 +91,14 @@ class ParameterGuard:
                     f"parameter {name!r} was frozen after privatize; freeze it before, or set its "
                     "learning rate to 0"
                 )
+        for group in () if self._optimizer is None else self._optimizer.param_groups:
+            for parameter in group["params"]:
+                if id(parameter) not in self._own and parameter.requires_grad:
+                    raise InvalidInput(
+                        f"a parameter of shape {tuple(parameter.shape)} outside the private model "
+                        "joined the optimizer after privatize (add_param_group), and its gradient "
+                        "would be raw; make it part of the model before, or freeze it"
+                    )
 
     def check_names(self, names: Collection[str]) -> None:
         """Raise if the model trains others than the parameters of the run."""

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from noshuffle.clipping.objective import leaves
@@ -36,6 +37,8 @@ def first_rows(data: tuple[Any, ...]) -> Tensor | None:
     """The inputs of a batch that can be compared: its first tensor of numbers with a point."""
     for leaf in leaves(data):
         if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                return None  # the step refuses it
             return leaf.detach() if len(leaf) > 1 and leaf[0].numel() >= LEAST else None
     return None
 

@@ -58,7 +58,7 @@ class Parts:
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.guard = ParameterGuard(self.model, self.parameters)
+        self.guard = ParameterGuard(self.model, self.parameters, self.optimizer)
         self.device = next(iter(self.parameters.values())).device
         self.ledger, self.noise = self.release.ledger, self.release.noise
         self.threshold, self.secret = self.release.threshold, self.release.secret
