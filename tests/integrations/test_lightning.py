@@ -320,3 +320,32 @@ def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path):
         with pytest.raises(InvalidInput, match=r"same rows 2 times.*Epochs\(epochs=2"):
             fit(tmp_path, Module(), plan=plan, shuffle=shuffle, ids=lambda batch: batch[1])
     assert fit(tmp_path, Module(), plan=plan, max_epochs=1).steps_released == 5
+
+
+class TwoSets(Module):
+    """Learns from two loaders at once."""
+
+    def training_step(self, batch, index):
+        x, y = (torch.cat(parts) for parts in zip(*batch))
+        return super().training_step((x, y), index)
+
+
+def test_a_loader_that_begins_again_within_an_epoch_is_refused(tmp_path):
+    """Lightning's way with several loaders: rows of the shorter one took part three times in an
+    epoch, which nobody saw, as no two batches were the same as a whole."""
+
+    def fitted(rows, shuffle=False, **own):
+        callback = PrivateCallback(planned(6), clip_norm=1.0, batch_size=8, **own)
+        settings = {"max_epochs": 2, "default_root_dir": tmp_path, **SETTINGS}
+        sets = [
+            TensorDataset(torch.randn(n, *X.shape[1:]), torch.arange(n) % 4) for n in (24, rows)
+        ]
+        loaders = [DataLoader(one, batch_size=4, shuffle=shuffle) for one in sets]
+        pl.Trainer(callbacks=[callback], **settings).fit(TwoSets(), loaders)
+        return callback.private.steps_released
+
+    with pytest.raises(InvalidInput, match="begin again within an epoch"):
+        fitted(8)
+    with pytest.raises(InvalidInput, match="shuffles its data anew"):
+        fitted(24, shuffle=True)
+    assert fitted(24) == 12

@@ -18,6 +18,7 @@ import sys
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
+from operator import length_hint
 from pathlib import Path
 from typing import Any
 
@@ -105,14 +106,21 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Before the first step is charged: the order and the number of the batches."""
-        loader, plan = trainer.train_dataloader, self.plan
-        order = order_of(plan, loader)
-        if order.verdict == "refused":
-            raise InvalidInput(f"{order.found}: {order.advice}")
-        if self._ids_of is None and is_shuffled(loader) and plan.participation.most > 1:
+        plan, combined = self.plan, trainer.fit_loop._combined_loader
+        for loader in combined.flattened:
+            order = order_of(plan, loader)
+            if order.verdict == "refused":
+                raise InvalidInput(f"{order.found}: {order.advice}")
+            if self._ids_of is None and is_shuffled(loader) and plan.participation.most > 1:
+                raise InvalidInput(
+                    "the loader makes other batches in every epoch, and only units can be followed "
+                    "then; give PrivateCallback(…, ids=lambda batch: …), or shuffle=False"
+                )
+        if self._ids_of is None and _begins_again(combined):
             raise InvalidInput(
-                "the loader makes other batches in every epoch, and only units can be followed "
-                "then; give PrivateCallback(…, ids=lambda batch: …), or shuffle=False"
+                "several loaders of other lengths: the shorter ones begin again within an epoch, "
+                "so that their rows take part more than once; give CombinedLoader(…, 'min_size'), "
+                "or PrivateCallback(…, ids=lambda batch: …)"
             )
         steps = trainer.estimated_stepping_batches
         if steps > plan.steps:
@@ -211,6 +219,14 @@ class _Progress:
         loop.epoch_loop._batches_that_stepped = state["step"]
         for schedule, saved in zip(self._schedules(), state["schedules"], strict=True):
             schedule.load_state_dict(saved)
+
+
+def _begins_again(combined: Any) -> bool:
+    """Whether a loader of several is read more than once in an epoch, as is Lightning's default."""
+    if len(combined.flattened) < 2 or combined._mode != "max_size_cycle":
+        return False
+    lengths = [length_hint(one, -1) for one in combined.flattened]  # a stream may have none
+    return -1 in lengths or len(set(lengths)) > 1
 
 
 def trained_part(module: nn.Module) -> nn.Module:
