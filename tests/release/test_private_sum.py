@@ -90,6 +90,14 @@ def test_a_number_is_one_contribution() -> None:
     )
 
 
+def test_the_clip_norm_of_a_stream_stays() -> None:
+    """Set later, it let a person add 100 clip norms under the noise of one."""
+    sums = PrivateSum(plan_of(3), clip=1.0)
+    with pytest.raises(AttributeError):
+        sums.clip = 100.0  # type: ignore[misc]
+    assert sums.clip == 1.0
+
+
 def test_increments_lie_on_the_grid() -> None:
     sums = PrivateSum(plan_of(3, "identity", noise_multiplier=1.0), clip=1.0)
     for step in range(3):

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import nn
 
+from noshuffle.clipping import PerLayer
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream, test_source
@@ -179,3 +180,45 @@ def test_the_threshold_learns_from_counts_on_the_grid():
         norms = torch.randn(200, generator=generator).exp()
         own.learn([SimpleNamespace(norms=norms, present=None)], step=step)
     assert own.clip.norm == pytest.approx(math.exp(0.5244), rel=0.15)
+
+
+class Moving:
+    """A clip of one's own."""
+
+    def __init__(self, *norms, bound):
+        self.norms, self.stated = norms, bound
+
+    def groups(self, names):
+        return [((name,), norm) for name, norm in zip(names, self.norms)]
+
+    def bound(self, names):
+        return self.stated
+
+
+def test_a_clip_that_is_no_longer_that_of_its_noise_is_refused():
+    """Noise of the first norms lay under sums of the later ones, 100 times as large."""
+    plan = Plan(participation=Epochs(4, 4), strategy=sqrt_toeplitz(), noise_multiplier=1.0)
+    norms, own = {"weight": 0.1, "bias": 0.1}, Moving(0.1, 0.1, bound=0.2)
+    for clip in (PerLayer(norms), own):
+        model = nn.Linear(4, 2)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        private = privatize(model, optimizer, plan, clip=clip, batch_size=8)
+        x, y = torch.randn(16, 4), torch.arange(16) % 2
+        private.step(nn.CrossEntropyLoss(), x[:8], y[:8])
+        norms["bias"], own.norms = 10.0, (0.1, 10.0)
+        with pytest.raises(InvalidInput, match="the clip norms changed after the run began"):
+            private.step(nn.CrossEntropyLoss(), x[8:], y[8:])
+        norms["bias"], own.norms = 0.1, (0.1, 0.1)
+        private.step(nn.CrossEntropyLoss(), x[8:], y[8:])
+
+
+@pytest.mark.parametrize(
+    ("clip", "words"),
+    [(Moving(10.0, 10.0, bound=1.0), "states a bound of 1"), (Moving(1.0, bound=1.0), "once")],
+)
+def test_a_clip_whose_groups_are_not_within_its_bound_is_refused(clip, words):
+    model = nn.Linear(4, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    plan = Plan(participation=Epochs(4, 4), strategy=identity(), noise_multiplier=1.0)
+    with pytest.raises(InvalidInput, match=words):
+        privatize(model, optimizer, plan, clip=clip, batch_size=8)

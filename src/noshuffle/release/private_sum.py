@@ -88,7 +88,7 @@ class PrivateSum(OneOwner):
         positive(clip=clip)
         one_of(("refuse", "drop"), on_violation=on_violation)
         one_of(("refuse", "skip"), on_replay=on_replay)
-        self.plan, self.clip = plan, float(clip)
+        self.plan, self._clip = plan, float(clip)
         self._drop, self._skips = on_violation == "drop", on_replay == "skip"
         self._begin: dict[str, Any] = {"run": run, "source": source, "device": device}
         self._begin["budget"] = budget
@@ -101,6 +101,11 @@ class PrivateSum(OneOwner):
         self._errors: Any = None
         if shape is not None:
             self._open({VALUE: shape} if not isinstance(shape, Mapping) else shape)
+
+    @property
+    def clip(self) -> float:
+        """The bound on what one unit adds to one step; its noise is made for it, so it stays."""
+        return self._clip
 
     def _open(self, shapes: Mapping[str, Sequence[int]]) -> Release:
         shapes = {name: tuple(int(n) for n in own) for name, own in shapes.items()}

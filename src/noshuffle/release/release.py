@@ -326,7 +326,9 @@ class Release(RunState):
         return step
 
     def check_in_step(self, index: int) -> None:
-        """Raise if noise and steps have come apart."""
+        """Raise if noise and steps, or the clip norms and those of the noise, have come apart."""
+        if self.threshold.settled is not None:
+            self.threshold.check_settled()
         if self.noise.step != index:
             raise NoshuffleError(
                 f"step {index - 1 if self.noise.step < index else index} failed half-way and its "

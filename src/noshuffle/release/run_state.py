@@ -58,6 +58,7 @@ class RunState(OneOwner):
         self.charge, self.id_secret = opened.charge, opened.id_secret or opened.ring.secret
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
         self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
+        self.threshold.settle(tuple(shapes))
         scale = self.threshold.noise_scale(plan, tuple(shapes))
         more = {"sums": names_of_sums(shapes), **(facts or {})}
         bind_facts(

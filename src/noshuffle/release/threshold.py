@@ -38,6 +38,7 @@ from noshuffle.clipping.adaptive import (
     update,
 )
 from noshuffle.clipping.by_steps import BySteps
+from noshuffle.clipping.factor import Groups
 from noshuffle.clipping.norm_histogram import EDGES, CountingClip, HistogramClip, NormHistogram
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source
@@ -60,8 +61,42 @@ class Threshold:
     #: Whether noisy counts are paid for out of the plan's budget.
     has_counts = False
 
+    #: Names, groups and bound of a clip that could move by itself; None of one that cannot.
+    settled: tuple[tuple[str, ...], Groups, float] | None = None
+
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
+
+    def settle(self, names: tuple[str, ...]) -> None:
+        """Keep what the noise is made for, and raise where the groups allow more than the bound."""
+        if self.is_adaptive or type(self.clip) is Flat:
+            return
+        groups, bound = self._limits(names)
+        whole = math.hypot(*(norm for _, norm in groups))
+        if sorted(name for own, _ in groups for name in own) != sorted(names):
+            raise InvalidInput(
+                f"{self.clip!r} must have every parameter in one of its groups, once"
+            )
+        if not whole <= bound * (1.0 + 1e-9):
+            raise InvalidInput(
+                f"{self.clip!r} clips its groups to {whole:g} in all and states a bound of "
+                f"{bound:g}, which the noise is made for; let bound() be the larger one"
+            )
+        self.settled = names, groups, bound
+
+    def _limits(self, names: tuple[str, ...]) -> tuple[Groups, float]:
+        groups = [(tuple(own), float(norm)) for own, norm in self.clip.groups(names)]
+        return groups, float(self.clip.bound(names))
+
+    def check_settled(self) -> None:
+        """Raise if the clip is not what the noise was made for (a mapping that was written to)."""
+        assert self.settled is not None
+        names, groups, bound = self.settled
+        if self._limits(names) != (groups, bound):
+            raise InvalidInput(
+                f"the clip norms changed after the run began, and its noise is made for a bound of "
+                f"{bound:g}; put them back, or give clip_norm= one number for every step"
+            )
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """Standard deviation of one row of noise."""
