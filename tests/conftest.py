@@ -155,7 +155,11 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.hookimpl(trylast=True)
 def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
-    """No file leaves a process group to the next one of its process."""
+    """No file leaves a process group to the next one of its process, and no test a torch function
+    mode (a forward pass without `backward`, say), through which all calls of later ones would go.
+    """
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
     dist = sys.modules.get("torch.distributed")
     is_last = nextitem is None or nextitem.path != item.path
     if is_last and dist is not None and dist.is_available() and dist.is_initialized():

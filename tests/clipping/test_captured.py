@@ -3,19 +3,48 @@
 from __future__ import annotations
 
 import warnings
+from collections import OrderedDict
 from functools import partial
+from typing import NamedTuple
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import nn
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, captured
 from noshuffle.errors import InvalidInput, ProbablyNotMeant
 
 G = torch.Generator().manual_seed(0)
 X, Z, W = (torch.randn(8, n, generator=G) for n in (5, 3, 1))
 Y = torch.randint(3, (8,), generator=G)
+
+
+class Pair(NamedTuple):
+    first: object
+    second: object
+
+
+TREES = st.recursive(
+    st.sampled_from([X, Y, nn.Parameter(W), None, 2, 0.5, True, "mean", torch.float32, slice(3)]),
+    lambda inner: st.one_of(
+        st.lists(inner, max_size=3),
+        st.lists(inner, max_size=3).map(tuple),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3),
+        st.dictionaries(st.sampled_from("abc"), inner, max_size=3).map(OrderedDict),
+        st.builds(Pair, inner, inner),
+    ),
+    max_leaves=8,
+)
+
+
+@given(TREES, TREES)
+def test_tensors_of_arguments_are_those_among_all_leaves(args, result):
+    slow = [one for one in tree_leaves((args, result)) if isinstance(one, torch.Tensor)]
+    assert list(map(id, captured._tensors(args, result))) == list(map(id, slow))
 
 
 def clipped(loss_fn, *batch, engine=Ghost, model=None):

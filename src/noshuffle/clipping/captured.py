@@ -27,6 +27,7 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -46,8 +47,27 @@ LIKE_BATCH = (
 )
 
 
-def _tensors(tree: Any) -> list[Tensor]:
-    return [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+#: What calls are given most often and holds no tensor.
+_PLAIN = frozenset((type(None), bool, int, float, str, torch.dtype, torch.device, torch.Size))
+
+
+def _tensors(*trees: Any) -> list[Tensor]:
+    """The tensors among the leaves of trees, in their order.
+
+    Every call of a run comes through here, with a few tensors side by side: to ask `tree_leaves`
+    takes longer than most of these calls (torch 2.13), so that it is asked for what is unusual.
+    """
+    found: list[Tensor] = []
+    for tree in trees:
+        if isinstance(tree, Tensor):
+            found.append(tree)
+        elif (kind := type(tree)) is tuple or kind is list:
+            found += _tensors(*tree)
+        elif kind is dict:
+            found += _tensors(*tree.values())
+        elif kind not in _PLAIN:
+            found += [one for one in tree_leaves(tree) if isinstance(one, Tensor)]
+    return found
 
 
 def _memory(one: Tensor) -> int:
@@ -79,7 +99,7 @@ class CapturedTensors(TorchFunctionMode):
     def __torch_function__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        for one in _tensors((args, kwargs or {})):
+        for one in _tensors(args, kwargs):
             self._look(one)
         result = func(*args, **(kwargs or {}))
         self._made |= {id(one): weakref.ref(one) for one in _tensors(result)}

@@ -172,9 +172,16 @@ def batch_size(batch: Batch) -> int:
     return shape_of(batch).size
 
 
+def of_each(fn: Callable[[Tensor], Any], batch: Any) -> Any:
+    """A batch with `fn` of every tensor in its place, and all else as it is."""
+    if type(batch) is tuple and all(isinstance(leaf, Tensor) for leaf in batch):
+        return tuple(map(fn, batch))  # the usual one: `tree_map` takes longer than most of these
+    return tree_map(lambda t: fn(t) if isinstance(t, Tensor) else t, batch)
+
+
 def take(batch: Batch, rows: Tensor | slice) -> Batch:
     """Some examples of a batch."""
-    picked: Batch = tree_map(lambda t: t[rows] if isinstance(t, Tensor) else t, batch)
+    picked: Batch = of_each(lambda t: t[rows], batch)
     return picked
 
 
@@ -185,7 +192,7 @@ def batch_axes(batch: Batch) -> Any:
 
 def one(example: Any) -> Any:
     """An example as a batch of one."""
-    return tree_map(lambda t: t.unsqueeze(0) if isinstance(t, Tensor) else t, example)
+    return of_each(lambda t: t.unsqueeze(0), example)
 
 
 def _number(value: Any) -> Tensor:

@@ -46,10 +46,15 @@ def length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) -
     """
     lengths: list[Tensor] = []
     for pair in zip_longest(tree, other):
-        own = [t.reshape(-1).split(PIECE) for t in pair if t is not None]
+        own = [_pieces(t) for t in pair if t is not None]
         gaps = (wide(a) - b[0] if b else wide(a) for a, *b in zip(*own))
         lengths += [torch.linalg.vector_norm(gap, dtype=torch.float64) for gap in gaps]
     return math.sqrt(sum(own * own for own in map(float, lengths)))
+
+
+def _pieces(t: Tensor) -> Sequence[Tensor]:
+    flat = t.reshape(-1)
+    return (flat,) if flat.numel() <= PIECE else flat.split(PIECE)
 
 
 def by_autograd(

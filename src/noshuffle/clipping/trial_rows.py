@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping.layers import NotNow
-from noshuffle.clipping.objective import Batch, batch_size, take
+from noshuffle.clipping.objective import Batch, batch_size, of_each, take
 
 FoundT = TypeVar("FoundT")
 #: Factors of absolute values, and what is put in their place.
@@ -34,12 +34,10 @@ def finite_rows(batch: Batch, *picks: int) -> Batch:
     """Some examples, with everything non-finite replaced: the trial is about the model."""
     index = [i % batch_size(batch) for i in picks]
 
-    def clean(t: Any) -> Any:
-        if not isinstance(t, Tensor):
-            return t
+    def clean(t: Tensor) -> Tensor:
         return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
 
-    cleaned: Batch = tree_map(clean, take(batch, torch.tensor(index, device="cpu")))
+    cleaned: Batch = of_each(clean, take(batch, torch.tensor(index, device="cpu")))
     return cleaned
 
 
