@@ -204,10 +204,9 @@ def token_loss(scores: Tensor, target: Tensor) -> Tensor:
 
 @needs_loops
 @pytest.mark.parametrize("name", sorted(MODELS))
-@pytest.mark.parametrize("clip", [Flat(0.3), PerLayer(0.3)], ids=["flat", "per layer"])
 @pytest.mark.parametrize("case", ["plain", "bad", "users", "frozen"])
 def test_a_clipped_sum_is_the_same_with_and_without(
-    name: str, clip: Any, case: str, monkeypatch: pytest.MonkeyPatch
+    name: str, case: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     model, x, y = MODELS[name](), torch.randn(7, 5, 6), torch.randint(4, (7, 5))
@@ -217,16 +216,19 @@ def test_a_clipped_sum_is_the_same_with_and_without(
     if case == "bad":
         x[3, 2, 1] = float("inf")
     units = torch.tensor([0, 1, 0, 2, 2, 2, 3]) if case == "users" else None
-    found = []
-    for least in (1 << 60, 0):
-        monkeypatch.setattr(native_rows, "LEAST", least)
-        found.append(Ghost().clipped_sum(model, token_loss, (x, y), clip=clip, units=units))
-    plain, fast = found
-    assert torch.equal(plain.bad, fast.bad)
-    assert plain.nonfinite == int(case == "bad")
-    torch.testing.assert_close(fast.norms.nan_to_num(), plain.norms.nan_to_num(), rtol=1e-4, atol=0)
-    for key, value in plain.values.items():
-        torch.testing.assert_close(fast.values[key], value, rtol=1e-4, atol=1e-6)
+    engines = {1 << 60: Ghost(), 0: Ghost()}  # each of which looks at the model once
+    for clip in (Flat(0.3), PerLayer(0.3)):
+        found = []
+        for least, engine in engines.items():
+            monkeypatch.setattr(native_rows, "LEAST", least)
+            found.append(engine.clipped_sum(model, token_loss, (x, y), clip=clip, units=units))
+        plain, fast = found
+        assert torch.equal(plain.bad, fast.bad)
+        assert plain.nonfinite == int(case == "bad")
+        norms = (own.norms.nan_to_num() for own in (fast, plain))
+        torch.testing.assert_close(*norms, rtol=1e-4, atol=0)
+        for key, value in plain.values.items():
+            torch.testing.assert_close(fast.values[key], value, rtol=1e-4, atol=1e-6)
 
 
 @needs_loops
