@@ -7,6 +7,7 @@ same way: every sum may differ by what one unit adds, and the models must be equ
 from __future__ import annotations
 
 import math
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -75,6 +76,16 @@ def learned(model: Any) -> dict[str, str]:
         return {n: repr(v) for n, v in vars(model).items() if not n.startswith(hidden)}
 
 
+def seen(
+    make: Any, made: Any, ids: Any, way: int, is_sparse: bool, x: Any, y: Any, weight: Any
+) -> tuple[list[Any], dict[str, str]]:
+    """The sums of a fit, and what it learned."""
+    told = {"ids": ids} if weight is None else {"ids": ids, "sample_weight": weight}
+    door, rows = Outside(), sparse.csr_array(x) if is_sparse else x
+    model = door.fitted(make(**made), rows, y, told, way)
+    return door.sums, learned(model)
+
+
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("kind", KINDS)
 def test_a_unit_moves_each_release_by_its_clip_norm_and_nothing_else(kind: str) -> None:
@@ -95,6 +106,9 @@ def test_a_unit_moves_each_release_by_its_clip_norm_and_nothing_else(kind: str) 
         y: Any = np.abs(rng.normal(size=ROWS))
         y = rng.integers(classes, size=ROWS) if is_classifier else y
         weight = np.abs(rng.normal(size=ROWS)) if "max_weight" in made else None
+        way, is_sparse = int(rng.integers(2)), "solver" in known and index == 0
+        fit = partial(seen, getattr(convex, kind), made, ids.tolist(), way, is_sparse)
+        sums, model = fit(x, y, weight)
         for hostile in (0.0, 1e3) if index % 2 else (1.0, 1e308):
             other, label, heavy = x.copy(), y.copy(), None if weight is None else weight.copy()
             other[unit] = hostile * np.sign(rng.normal(size=(len(unit), COLUMNS)))
@@ -104,17 +118,7 @@ def test_a_unit_moves_each_release_by_its_clip_norm_and_nothing_else(kind: str) 
             is_gone = made.get("missing") == "skip" and hostile == 0.0
             if is_gone:
                 other[unit, 0] = np.nan
-            pair, way = [], int(rng.integers(2))
-            for rows, targets, own in ((x, y, weight), (other, label, heavy)):
-                told: dict[str, Any] = {"ids": ids.tolist()}
-                if own is not None:
-                    told["sample_weight"] = own
-                if "solver" in known and index == 0:
-                    rows = sparse.csr_array(rows)
-                door = Outside()
-                model = door.fitted(getattr(convex, kind)(**made), rows, targets, told, way)
-                pair.append((door.sums, learned(model)))
-            (sums, model), (sums_of_other, same) = pair
+            sums_of_other, same = fit(other, label, heavy)
             assert model == same
             assert len(sums) == len(sums_of_other)
             moved = max(float(np.linalg.norm(a - b)) for a, b in zip(sums, sums_of_other))

@@ -72,7 +72,7 @@ def test_a_second_fit_keeps_nothing_of_the_first(kind: str) -> None:
     both, defaults = made(kind), made(kind).get_params()
     tried = 0
     for settings in [*SETTINGS, {}]:
-        x, y = table_for(kind, 150 if tried % 2 else 200)
+        x, y = table_for(kind, 90 if tried % 2 else 120)
         fresh = made(kind, **settings)
         both.set_params(**defaults).set_params(**fresh.get_params())
         try:
