@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from functools import lru_cache
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +18,12 @@ from noshuffle.cli.train_choices import composite_of, constraint_of, rows_in_ord
 from noshuffle.cli.train_parts import loaded, make_plan, row_order
 from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.errors import InvalidInput
+from noshuffle.features import prior
 from noshuffle.optim.composite import ElasticNet, GroupLasso
 from noshuffle.optim.constraints import L1Ball, L2Ball
 from noshuffle.participation import Restarted
 
+ONCE = lru_cache(prior.leaves)
 LINEAR = "train --data digits --model linear --epochs 4 --noise-multiplier 3"
 
 
@@ -125,6 +128,13 @@ def test_bad_input_is_one_line(
     assert capsys.readouterr().err.count("\n") == 1
 
 
+@pytest.fixture
+def leaves_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Most of the time of features is dead leaves; that a seed repeats them, tests/features say."""
+    monkeypatch.setattr(prior, "leaves", ONCE)
+
+
+@pytest.mark.usefixtures("leaves_once")
 def test_features_of_images_under_a_linear_model(tmp_path: Path, capsys) -> None:
     """A run on fixed features is made, stops at nothing, resumes to itself and verifies."""
     out = tmp_path / "run"
@@ -174,6 +184,7 @@ def test_data_without_held_out_examples_are_refused_before_the_first_step(
         loaded(TrainSettings.of({"features": features}))
 
 
+@pytest.mark.usefixtures("leaves_once")
 def test_tune_searches_on_the_features_that_are_asked_for(tmp_path: Path, capsys) -> None:
     how = "tune --data digits --epochs 1 --epsilon 8 --features patches:7 --repeats 2"
     assert main(f"{how} --learning-rates 0.1 --out {tmp_path / 'found'} --json".split()) == 0

@@ -208,7 +208,7 @@ def test_a_stream_equals_a_table_however_it_is_cut(model: Any, batch: int) -> No
 
 
 def test_sparse_equals_dense() -> None:
-    x, y = blobs()
+    x, y = blobs(600)
     x[np.abs(x) < 1.0] = 0.0
     for settings in ({"bounds": (-2, 3)}, {"feature_bound": 0.7}, {"clip_norm": 0.3}):
         model = PrivateLogisticRegression(**QUICK).set_params(**settings)

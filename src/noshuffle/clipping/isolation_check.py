@@ -45,7 +45,7 @@ from noshuffle.clipping.look_runs import (
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, wide
 from noshuffle.clipping.rule_check import all_exact, by_autograd, length
-from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import (
     EXTREMES,
     cut_short,
@@ -244,10 +244,10 @@ def tried(
     pair = unlike_pair(few)
     params = trainable(model)
     own_params = list(params.values())
-    tape = GradientTape(2, is_on=False)
+    tape, inside, held = GradientTape(2, is_on=False), with_rewrite(model), list(model.parameters())
 
     def run(rows: Batch, seed: int = FIXED[0]) -> Tensor:
-        with as_written(model), rewritten(model, tape), with_same_rng(model, seed):
+        with as_written(model), rewritten(model, tape, only=inside), with_same_rng(held, seed):
             return batch_losses(model, loss_fn, rows)
 
     losses, truth = by_autograd(run, pair, params)

@@ -61,7 +61,7 @@ from noshuffle.clipping.statefulness import (
     same,
 )
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import EXTREMES, extremes, unlike_pair
 from noshuffle.clipping.units import Members, SumPart, by_unit, finish, joined, members
 from noshuffle.errors import Unsupported, one_of, whole
@@ -270,11 +270,11 @@ class PerExample:
         except NotNow:
             return Findings()
 
-        captured = CapturedTensors(batch, modules=(model, loss_fn))
+        captured, inside = CapturedTensors(batch, modules=(model, loss_fn)), with_rewrite(model)
 
         def run(i: int, rows: Batch = pair) -> Tensor:
-            single = take(rows, slice(i, i + 1))
-            with with_same_rng(model), rewritten(model, GradientTape(1, is_on=False)), captured:
+            single, tape = take(rows, slice(i, i + 1)), GradientTape(1, is_on=False)
+            with with_same_rng(model), rewritten(model, tape, only=inside), captured:
                 return single_loss(model, loss_fn, single)
 
         def run_two(i: int) -> None:

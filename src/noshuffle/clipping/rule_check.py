@@ -54,7 +54,7 @@ def length(tree: Iterable[Tensor | None], other: Iterable[Tensor | None] = ()) -
 
 def _pieces(t: Tensor) -> Sequence[Tensor]:
     flat = t.reshape(-1)
-    return (flat,) if flat.numel() <= PIECE else flat.split(PIECE)
+    return (flat,) if flat.numel() <= PIECE else torch.split(flat, PIECE)
 
 
 def by_autograd(

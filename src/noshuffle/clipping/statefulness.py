@@ -99,9 +99,12 @@ class Content:
 class ModelState:
     """Everything that a model keeps, as it is now: parameters of any kind, buffers, submodules, the
     attributes of modules, and what lists, dictionaries, sets, tuples and NumPy arrays among them
-    hold. Without `has_trained`, the numbers of parameters that are trained are left out."""
+    hold. Without `has_trained`, the numbers of parameters that are trained are left out; without
+    `is_compared`, nobody asks for `changes`."""
 
-    def __init__(self, model: nn.Module, *, has_trained: bool = True) -> None:
+    def __init__(
+        self, model: nn.Module, *, has_trained: bool = True, is_compared: bool = True
+    ) -> None:
         self._model = model
         self._entries: list[tuple[dict[str, Any], dict[str, Any]]] = []
         self._containers: list[tuple[Any, Any]] = []
@@ -116,9 +119,9 @@ class ModelState:
             tensors = {i: t for i, t in tensors.items() if not (t.is_leaf and t.requires_grad)}
         on_host = _are_too_many(tensors.values())
         self._contents = {i: Content(t, on_host=on_host) for i, t in tensors.items()}
-        self._before = _named_tensors(model)
+        self._before = _named_tensors(model) if is_compared else {}
         self._marks = {name: mark(t) for name, t in self._before.items()}
-        self._extras = _extra_state(model)
+        self._extras = _extra_state(model) if is_compared else {}
 
     def _go_into(self, value: Any, tensors: dict[int, Tensor], *, depth: int) -> None:
         """Note the tensors and containers in an attribute."""
@@ -219,7 +222,7 @@ def put_back_after(model: nn.Module, *, has_trained: bool = True) -> Iterator[No
 
     Without `has_trained`, if nothing in it writes into parameters that are trained.
     """
-    state = ModelState(model, has_trained=has_trained)
+    state = ModelState(model, has_trained=has_trained, is_compared=False)
     try:
         yield
     finally:
