@@ -172,6 +172,14 @@ CLIPPING = (
         "mixing",
     ),
     Mutant(
+        "only the row that is alone of its kind is asked for",
+        "clipping/row_check.py",
+        "for asked in ([_PLACE], _OTHERS):",
+        "for asked in ([_PLACE],):",
+        ("tests/clipping/test_row_check.py",),
+        "mixing",
+    ),
+    Mutant(
         "a model on a GPU is not asked beside rows that only a CPU is shown",
         "clipping/host_trial.py",
         "if not is_asked(model, batch):",
