@@ -19,6 +19,7 @@ from noshuffle.accounting import (
     mixture,
     rare_losses,
 )
+from noshuffle.accounting.coarse_bounds import coarse_epsilon
 from noshuffle.errors import InvalidInput
 
 
@@ -250,3 +251,54 @@ def test_losses_beyond_the_exponential_are_not_squeezed_into_smaller_ones(
     a = noise**2 * (more - math.log(rate)) + 0.5
     log_reached = math.log(rate) + log_ndtr((1 - a) / noise) + math.log(1 - math.exp(-1))
     assert log_reached <= math.log(delta)
+
+
+def of_one_step(*, noise_multiplier: float, rate: float, delta: float) -> float:
+    """ε of one Poisson step, removed: the curve q·δ(log(1 + (e^ε − 1)/q)) of the Gaussian."""
+
+    def value(epsilon: float) -> float:
+        inner = math.log1p(math.expm1(epsilon) / rate)
+        return rate * gaussian.delta(mu=1 / noise_multiplier, epsilon=inner)
+
+    low, high = 0.0, 100.0
+    for _ in range(200):
+        middle = 0.5 * (low + high)
+        low, high = (middle, high) if value(middle) > delta else (low, middle)
+    return high
+
+
+def test_tiny_rates_and_deltas_have_a_finite_epsilon():
+    """At z = 8, q = 3e-6, δ = 6e-88 it was infinite: the best tilt is 1e7, and 1e5 was the most."""
+    known = of_one_step(noise_multiplier=8.0, rate=3e-6, delta=6e-88)
+    found = fourier.epsilon(noise_multiplier=8.0, rate=3e-6, steps=1, delta=6e-88)
+    assert known <= found <= known * 1.001
+    before = found
+    for steps in (10, 1000, 100_000):
+        now = fourier.epsilon(noise_multiplier=8.0, rate=3e-6, steps=steps, delta=6e-88)
+        assert before < now < 0.003
+        before = now
+
+
+@pytest.mark.parametrize("direction", ["both", "remove", "add", "fixed-add-remove"])
+def test_extremes_are_finite_and_not_below_the_truth(direction):
+    rng = np.random.default_rng(len(direction))
+    for _ in range(3):
+        noise, rate = float(np.exp(rng.uniform(-3, 3))), float(10 ** rng.uniform(-11, -5))
+        delta = float(10 ** rng.uniform(-100, -40))
+        given = {"noise_multiplier": noise, "rate": rate, "steps": 1, "direction": direction}
+        found = fourier.epsilon(**given, delta=delta)
+        assert math.isfinite(found)
+        if direction in ("both", "remove"):
+            known = of_one_step(noise_multiplier=noise, rate=rate, delta=delta)
+            assert found >= known * (1 - 1e-9)
+
+
+@pytest.mark.parametrize("direction", fourier.DIRECTIONS)
+def test_coarse_bounds_are_above_the_sharp_ones(direction):
+    rng = np.random.default_rng(7)
+    for _ in range(8):
+        noise, rate = float(np.exp(rng.uniform(-0.5, 1.5))), float(10 ** rng.uniform(-3, 0))
+        steps, delta = int(10 ** rng.uniform(0, 3)), float(10 ** rng.uniform(-12, -2))
+        given = {"noise_multiplier": noise, "rate": rate, "steps": steps, "direction": direction}
+        least = fourier.epsilon(**given, delta=delta, bound="lower")
+        assert coarse_epsilon([(noise, rate, steps)], direction=direction, delta=delta) >= least

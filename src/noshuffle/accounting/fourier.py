@@ -36,7 +36,15 @@ import numpy as np
 
 from noshuffle.accounting import fixed_size, gaussian, rare_losses
 from noshuffle.accounting.atoms import Atoms, Blend, truncated_pairs
-from noshuffle.accounting.loss_sum import Block, choose_step, curve_of, delta_of, epsilon_of
+from noshuffle.accounting.coarse_bounds import TWICE, coarse_epsilon
+from noshuffle.accounting.loss_sum import (
+    Block,
+    choose_step,
+    curve_of,
+    delta_of,
+    epsilon_of,
+    scout_of,
+)
 from noshuffle.accounting.mixture import (
     Joined,
     Pair,
@@ -72,8 +80,6 @@ _SIDES: dict[str, tuple[str, ...]] = {
 DIRECTIONS = tuple(_SIDES)
 #: Directions that several kinds of releases have; all others are those of `PoissonRelease`.
 _COMMON = ("both", "remove", "add")
-#: Where a unit in every batch moves the sum by two clip norms.
-_TWICE = ("replace", "fixed", "fixed-add-remove")
 #: How much coarser the grid is that shows that a direction is not the larger one.
 _COARSE = 8.0
 _PAIRS: dict[str, Callable[..., Pair | Joined]] = {
@@ -219,12 +225,34 @@ class Composed:
             return gaussian.epsilon(mu=mu, delta=delta)
         is_upper = bound == "upper"
         if self.grid is None and is_upper:
-            return self._least_epsilon(sides, delta)
+            return self._finite_epsilon(sides, delta)
         step = self.grid or choose_step(sides, is_upper=is_upper, delta=delta)
         values = [epsilon_of(side, delta=delta, is_upper=is_upper, step=step) for side in sides]
         if self.grid is None:  # rare and large losses, of small rates, need a way of their own
             values += [rare_losses.epsilon_of(side, delta=delta, is_upper=False) for side in sides]
         return max(values)
+
+    def _finite_epsilon(self, sides: list[list[Block]], delta: float) -> float:
+        """The least upper bound; where no grid has one, that of larger tilts or a coarse one."""
+        try:
+            found = self._least_epsilon(sides, delta)
+        except InvalidInput:  # there is no grid that memory holds
+            found = math.inf
+        if found < math.inf:
+            return found
+        scouts = [scout_of(side, log_delta=math.log(delta)) for side in sides]
+        if any(scout.is_short for scout in scouts):  # tiny ε: by a small tilt the window misses δ
+            for most in (1e8, 1e11):
+                step = choose_step(sides, is_upper=True, delta=delta, most=most)
+                given: dict[str, Any] = {"delta": delta, "is_upper": True, "most": most}
+                found = max(epsilon_of(side, step=step, **given) for side in sides)
+                if found < math.inf:
+                    return found
+        steps = [(r.noise_multiplier, r.rate, r.steps) for r in self.releases
+                 if isinstance(r, PoissonRelease)]  # fmt: skip
+        if len(steps) < len(self.releases):
+            return math.inf
+        return coarse_epsilon(steps, direction=self.direction, delta=delta)
 
     def _least_epsilon(self, sides: list[list[Block]], delta: float) -> float:
         """The larger upper bound of the sides; a coarse grid first for the one that is smaller."""
@@ -285,7 +313,7 @@ class Composed:
             else:
                 key = replace(release, steps=1)
                 sampled[key] = sampled.get(key, 0) + release.steps
-        mu = math.sqrt(inverse_variance) * (2 if self.direction in _TWICE else 1)
+        mu = math.sqrt(inverse_variance) * (2 if self.direction in TWICE else 1)
         if not sampled:
             return mu, [[]]
         if inverse_variance > 0:

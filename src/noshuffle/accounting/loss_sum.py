@@ -42,11 +42,16 @@ _OUTSIDE = 1e-11
 #: counts alike: with n of T steps replaced by "nothing happened" δ does not grow.
 _MASS_ERROR = 2e-13
 _UNIT = 2.0**-53
+#: The largest order that a scout asks for, unless it is told otherwise.
+MOST_ORDER = 1e5
 
 
 @dataclass(frozen=True)
 class Scout:
-    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature."""
+    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature.
+
+    `is_short`: the best order was the largest that was asked, so that a larger one may be better.
+    """
 
     tilt: float
     up: float
@@ -56,6 +61,7 @@ class Scout:
     high: float
     epsilon: float
     log_delta: float
+    is_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,9 +120,16 @@ class Tail:
         return max(0.0, root)
 
 
-def epsilon_of(blocks: Sequence[Block], *, delta: float, is_upper: bool, step: float) -> float:
+def epsilon_of(
+    blocks: Sequence[Block],
+    *,
+    delta: float,
+    is_upper: bool,
+    step: float,
+    most: float = MOST_ORDER,
+) -> float:
     """ε at δ of the composed blocks, from above or from below, on a grid of the given step."""
-    scout = scout_of(blocks, log_delta=math.log(delta))
+    scout = scout_of(blocks, log_delta=math.log(delta), most=most)
     return _tail(blocks, scout, is_upper, step).epsilon(delta, is_upper=is_upper)
 
 
@@ -145,10 +158,11 @@ def choose_step(
     is_upper: bool,
     delta: float | None = None,
     epsilon: float | None = None,
+    most: float = MOST_ORDER,
 ) -> float:
     """Grid step: accurate for the first side, and bounded memory for every side."""
     log_delta = None if delta is None else math.log(delta)
-    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon)
+    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon, most=most)
     steps = sum(count for _, count in sides[0])
     widest = scout.high - scout.low
     scale = max(scout.epsilon, 0.02 * widest)
@@ -160,7 +174,8 @@ def choose_step(
         ends = loss_range(pair, one_tail(sides[0], scout.log_delta - 30))
         widest = max(widest, ends[1] - ends[0])
     is_hopeless = scout.log_delta < -650  # δ = 0 in floats: no need to be fine
-    return max(step, 1.1 * widest / (2**14 if is_hopeless else MOST_POINTS))
+    points = 2**16 if most > MOST_ORDER else MOST_POINTS  # a second try should not take minutes
+    return max(step, 1.1 * widest / (2**14 if is_hopeless else points))
 
 
 def scout_of(
@@ -169,9 +184,12 @@ def scout_of(
     log_delta: float | None = None,
     epsilon: float | None = None,
     cap: float = math.inf,
+    most: float = MOST_ORDER,
 ) -> Scout:
-    """Where to look: rough log-moments K(t) on a list of t. Nothing rigorous depends on it."""
-    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, 1e5, 140)])
+    """Where to look: rough log-moments K(t) on a list of t up to `most`. Nothing rigorous depends
+    on it."""
+    number = round(140 / 9 * math.log10(most / 1e-4))
+    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, most, number)])
     total, mean = np.zeros(len(t)), np.zeros(len(t))
     for pair, count in blocks:
         loss, log_p = outline(pair, one_tail(blocks, log_delta))
@@ -212,6 +230,7 @@ def scout_of(
         high=max(float(ups[up]), epsilon),
         epsilon=epsilon,
         log_delta=log_delta,
+        is_short=i == len(s) - 1,
     )
 
 
