@@ -19,7 +19,7 @@ from noshuffle.participation import SinglePass
 from noshuffle.release import ledger_tables as tables
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.opening import fork
-from noshuffle.release.seal import seal
+from noshuffle.release.seal import note_files, seal
 from noshuffle.training import verify
 
 
@@ -176,6 +176,7 @@ def signed(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     private, public, _ = key_pair(folder)
     path = finished(folder / "run")
     (path / "report.html").write_text("a report")
+    note_files(path)  # as commands do that add something
     seal(path, sign=private)
     return path, public
 

@@ -9,7 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from tests.release.folders import edit_json, relink, sql
+from tests.release.folders import edit_json, key_pair, relink, sql
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -479,3 +479,28 @@ def test_what_came_before_a_run_is_said_of_its_forks(tmp_path):
         found = verify(run.path)
         assert (found.answer, found.unchecked.count(said)) == ("CONSISTENT", 1)
         assert read_run(run.path).before == (said,)
+
+
+@pytest.mark.parametrize("is_sealed", [False, True])
+@pytest.mark.parametrize("name", ["totals.csv", "metrics.jsonl"])
+def test_a_seal_does_not_make_edited_or_strange_files_good(tmp_path, is_sealed, name):
+    """Any file but config.json was noted as it was found, so that REFUTED became PROVED."""
+    plan = Plan(participation=SinglePass(steps=2), strategy=tree(), noise_multiplier=2.0)
+    run = RunFolder(tmp_path / "run")
+    sums = PrivateSum(plan, clip=1.0, shape=(), run=run)
+    (run.path / name).write_text('{"step": 1}\n')
+    for step in range(2):
+        sums.add([1.0], ids=[step])
+    sums.save()
+    sums.close(keep_keys=not is_sealed)
+    assert verify(run.path).answer == "PROVED"
+    (run.path / "stranger.txt").write_text("of somebody else")
+    private, public, _ = key_pair(tmp_path)
+    seal(run, sign=private)
+    found = verify(run.path, public_key=public)
+    assert found.answer == "CONSISTENT"
+    assert "stranger.txt, which the ledger does not know of" in found.unchecked
+    (run.path / name).write_text('{"step": 2}\n')
+    with pytest.raises(VerificationFailed, match=f"{name} is not what the ledger says"):
+        seal(run, sign=private)
+    assert verify(run.path).answer == "REFUTED"

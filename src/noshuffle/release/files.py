@@ -32,6 +32,14 @@ def file_digest(path: Path) -> str:
         return hashlib.file_digest(file, "sha256").hexdigest()
 
 
+def has_grown(path: Path, digest: str, size: int) -> bool:
+    """Whether lines were added to those that a digest and a size are of, and nothing changed."""
+    if path.suffix != ".jsonl" or path.stat().st_size <= int(size):
+        return False
+    with path.open("rb") as file:
+        return hashlib.sha256(file.read(int(size))).hexdigest() == digest
+
+
 def write_bytes(path: Path, data: bytes, *, mode: int = 0o644) -> None:
     """Replace a file atomically; it has its permissions from the first byte on."""
     if not path.name:

@@ -30,7 +30,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.extension import finish
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
-from noshuffle.release.files import file_digest, write_bytes
+from noshuffle.release.files import file_digest, has_grown, write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
 from noshuffle.release.keys import KeyRing
@@ -85,8 +85,8 @@ def seal(
             raise VerificationFailed(
                 f"{file} is not what was saved; bring it back, or remove the checkpoint"
             )
+        _refuse_edited(folder, ledger)
         if ledger.meta("sealed") is None:
-            _refuse_edited(folder, ledger)
             ledger.end("sealed")
         if checked or not ledger.notes(SEAL):  # once more where a kill came in between
             ledger.note(SEAL, checked=list(checked))
@@ -94,7 +94,9 @@ def seal(
         folder.destroy_keys()
         if removes:
             _remove_positions(ledger)
-        ledger.note("files", files=folder.published())
+        known = {name for note in ledger.notes("files") for name in note["files"]}
+        found = folder.published()  # of which strangers stay what they were: not known to anybody
+        ledger.note("files", files={name: found[name] for name in found if name in known})
         write_statement(folder, plan, ledger)
         if signer is not None:
             write_signature(folder, plan, ledger, signer)
@@ -102,11 +104,20 @@ def seal(
 
 
 def _refuse_edited(folder: RunFolder, ledger: Ledger) -> None:
-    """Settings that were edited since the ledger noted them, which a seal must not make good."""
-    notes, file = ledger.notes("files"), folder.config_file
-    digest, _ = notes[-1]["files"].get(file.name, (None, 0)) if notes else (None, 0)
-    if digest is not None and (not file.exists() or file_digest(file) != digest):
-        raise VerificationFailed(f"{file} is not what the ledger says; bring it back")
+    """Files that were edited since the ledger noted them, which a seal must not make good.
+
+    It notes what it finds, and `verify` would prove the run with it. Lines that were added to
+    those of a .jsonl are as a run adds them; without its settings a run is not what it was.
+    """
+    notes = ledger.notes("files")
+    for name, (digest, size) in (notes[-1]["files"] if notes else {}).items():
+        file = folder.path / name
+        if file == folder.ancestors_file:
+            continue  # of which every note counts
+        is_there = file.exists()
+        is_edited = is_there and file_digest(file) != digest and not has_grown(file, digest, size)
+        if is_edited or (file == folder.config_file and not is_there):
+            raise VerificationFailed(f"{file} is not what the ledger says; bring it back")
 
 
 def finish_seal(folder: RunFolder) -> None:

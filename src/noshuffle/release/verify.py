@@ -14,7 +14,6 @@ It reads and never writes. Fingerprints of batches and digests of sums need the 
 
 from __future__ import annotations
 
-import hashlib
 import json
 import math
 import sqlite3
@@ -31,7 +30,7 @@ from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.release import checkpoint
 from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
 from noshuffle.release.facts import TEST_SEED, notes_of
-from noshuffle.release.files import as_json, file_digest, read_json
+from noshuffle.release.files import as_json, file_digest, has_grown, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_errors import is_unreadable
 from noshuffle.release.ledger_tables import Evidence
@@ -208,9 +207,7 @@ def _published(found: Found) -> Iterator[str]:
         if not path.exists():
             found.unchecked.append(f"{name}, which is not in the folder any more")
         elif _unless_unreadable(found, path, file_digest, path) not in (digest, None):
-            data = path.read_bytes()
-            head = hashlib.sha256(data[: int(size)]).hexdigest()
-            if path.suffix == ".jsonl" and len(data) > int(size) and head == digest:
+            if has_grown(path, digest, size):
                 line = f"lines of {name} that came after the last row of the ledger"
                 found.unchecked.append(line)
             else:
