@@ -78,7 +78,7 @@ def test_statement_says_everything(plan: Plan) -> None:
 def test_published_settings() -> None:
     plan = PLANS[0]
     assert plan.epsilon() == pytest.approx(17.666751, abs=1e-5)
-    rdp = Plan(**{**plan._decisions(), "accountant": "rdp"})
+    rdp = replace(plan, accountant="rdp")
     assert rdp.epsilon() == pytest.approx(18.709610, abs=1e-5)
     assert not rdp.statement().exact
     cifar = Plan(
@@ -93,7 +93,7 @@ def test_published_settings() -> None:
 
 def test_replace_one_doubles_the_sensitivity() -> None:
     plan = PLANS[0]
-    doubled = Plan(**{**plan._decisions(), "neighbours": "replace-one"})
+    doubled = replace(plan, neighbours="replace-one")
     assert doubled.statement().sensitivity == 2 * plan.statement().sensitivity
     mu = plan.mu()
     assert mu is not None

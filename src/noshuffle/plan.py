@@ -2,9 +2,6 @@
 
     participation + strategy → sensitivity S → μ = S / z → ε(δ)
 
-S of the first t steps is that of the first t rows of noise that the whole run uses, so a stopped
-run, a fork and one user are accounted by the same function (`strategies.prefix_sensitivity`).
-
 z is the noise multiplier: every entry of Z has standard deviation z·ζ, where ζ is the clip norm.
 Without sampling the run is exactly one Gaussian mechanism with parameter μ (Balle & Wang 2018);
 sampled independent noise has the Fourier and the Rényi accountant. Replacing one unit instead of
@@ -14,6 +11,7 @@ zeroing it out doubles S.
 >>> plan = Plan.fit(SinglePass(steps=1600), mechanism="tree", noise_multiplier=1.13, delta=1e-6)
 >>> round(plan.statement().epsilon, 2), round(plan.epsilon_after(100), 2)
 (16.07, 12.24)
+>>> from dataclasses import replace
 >>> round(replace(plan, tree_accounting="nodes").epsilon(), 2)      # as published
 17.67
 >>> Plan.from_json(plan.to_json()) == plan
@@ -23,45 +21,27 @@ True
 from __future__ import annotations
 
 import hashlib
-import json
 import math
-from contextlib import suppress
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
-from noshuffle import participation as participations
-from noshuffle import plan_accountant, plan_positions, strategies
-from noshuffle.accounting import bins, gaussian, monte_carlo, renyi, tradeoff
+from noshuffle import plan_accountant, plan_positions, plan_prefix, plan_record, strategies
+from noshuffle.accounting import bins, monte_carlo, tradeoff
 from noshuffle.accounting.fresh_positions import FreshPositions
-from noshuffle.errors import (
-    InvalidInput,
-    Unsupported,
-    instance_of,
-    non_negative,
-    one_of,
-    open_unit,
-    whole,
-)
+from noshuffle.errors import instance_of, non_negative, one_of, open_unit
 from noshuffle.extension import extended
-from noshuffle.participation import (
-    AnyOrderEpochs,
-    BallsInBins,
-    Epochs,
-    FixedSize,
-    Participation,
-)
-from noshuffle.plan_strategy import chosen
-from noshuffle.sampled_fit import fit_sampled
-from noshuffle.statement import PrivacyStatement, sentences, so_far, stopped
+from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Participation
+from noshuffle.plan_fit import fitted
+from noshuffle.plan_statement import statement_of
+from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.own import check_own
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
-from noshuffle.strategies.workload import Workload, checked_workload
+from noshuffle.strategies.workload import Workload
 
-FORMAT = "noshuffle-plan/1"
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 UNITS = ("example", "user")
 
@@ -137,55 +117,23 @@ class Plan:
         Exactly one of `epsilon` and `noise_multiplier` is given. The search for the noise ends on
         the safe side: the plan's statement never exceeds `epsilon`.
         """
-        if (epsilon is None) == (noise_multiplier is None):
-            raise InvalidInput("give exactly one of epsilon and noise_multiplier")
-        instance_of(Participation, participation=participation)
-        workload = checked_workload(workload)
-        if sampling and (accountant or tree_accounting or options):
-            named = {"accountant": accountant, "tree_accounting": tree_accounting, **options}
-            raise InvalidInput(
-                "sampling= compares kinds by their own accountants and fits; leave out "
-                + ", ".join(f"{name}=" for name, value in named.items() if value)
-            )
-        is_bins = isinstance(participation, BallsInBins) and mechanism == "best"
-        if is_bins and epsilon is not None and not (neighbours or accountant or options):
-            assert isinstance(participation, BallsInBins)
-            sampling, participation = "bins", participation.in_order
-        if sampling:
-            one_of(("best",), mechanism=mechanism)
-            plan: Plan = fit_sampled(
-                cls.fit,
-                participation,
-                sampling=sampling,
-                epsilon=epsilon,
-                delta=delta,
-                neighbours=neighbours,
-                unit=unit,
-                workload=workload,
-                max_buffers=max_buffers,
-            )
-            return plan
-        strategy = chosen(
-            mechanism,
+        plan: Plan = fitted(
+            cls,
             participation,
+            mechanism=mechanism,
+            epsilon=epsilon,
+            noise_multiplier=noise_multiplier,
+            delta=delta,
+            neighbours=neighbours,
+            unit=unit,
+            accountant=accountant,
+            tree_accounting=tree_accounting,
             workload=workload,
             max_buffers=max_buffers,
-            tree_accounting=tree_accounting,
+            sampling=sampling,
             options=options,
         )
-        common: dict[str, Any] = {
-            "participation": participation,
-            "strategy": strategy,
-            "delta": delta,
-            "neighbours": neighbours,
-            "unit": unit,
-            "accountant": accountant,
-            "tree_accounting": tree_accounting,
-        }
-        if noise_multiplier is not None:
-            return cls(noise_multiplier=noise_multiplier, **common)
-        found: Plan = plan_accountant.calibrated(cls(noise_multiplier=1.0, **common), epsilon)
-        return found
+        return plan
 
     def extended(self, **more: Any) -> Plan:
         """A plan that begins as this one does and goes on: a longer run, or another batch size.
@@ -235,24 +183,7 @@ class Plan:
         allow, and never above S of the whole run, which covers its beginning. The participation
         has the plan's number of steps.
         """
-        whole(at_least=0, at_most=self.steps, steps=steps)
-        part = self.participation if participation is None else participation
-        if part.steps != self.steps:
-            raise InvalidInput(f"participation must have {self.steps} steps, got {part.steps}")
-        if steps == 0:
-            return Sensitivity(0.0, 0.0, exact=True)
-        if steps == self.steps and part == self.participation:
-            return self.sensitivity
-        cache: dict[Any, Sensitivity] = self.__dict__.setdefault("_prefixes", {})
-        if (steps, part) not in cache:
-            why = "upper bound: the whole run's sensitivity"
-            found = covered = replace(self.sensitivity, exact=False, notes=why)
-            with suppress(Unsupported):  # nothing is proved for this part: the whole run covers it
-                found = prefix_sensitivity(
-                    self.strategy, part, steps, tree_accounting=self.tree_accounting
-                )
-            cache[steps, part] = found if found.squared <= covered.squared else covered
-        return cache[steps, part]
+        return plan_prefix.sensitivity_after(self, steps, participation)
 
     def positions(self, steps: int) -> bins.Overlaps | FreshPositions:
         """How far secret positions overlap in the first `steps` steps, for the accountant bins.
@@ -282,13 +213,8 @@ class Plan:
         """The GDP parameter of the first `steps` steps, or of the run; None under sampling."""
         if self.participation.is_sampled:
             return None
-        return self._mu(self.sensitivity_after(self.steps if steps is None else steps))
-
-    def _mu(self, reach: Sensitivity) -> float:
-        shift = reach.value * self.multiplier_of_sensitivity
-        if not shift:
-            return 0.0
-        return shift / self.noise_multiplier if self.noise_multiplier else math.inf
+        reach = self.sensitivity_after(self.steps if steps is None else steps)
+        return plan_prefix.mu_of(self, reach)
 
     def epsilon(self, *, group: int = 1) -> float:
         """ε of the whole run at the plan's δ; of any `group` units together where that is given.
@@ -316,88 +242,26 @@ class Plan:
     def epsilon_after(self, steps: int, *, participation: Participation | None = None) -> float:
         """ε spent by the first `steps` steps, for the plan's units or for those of a narrower
         `participation` (see `sensitivity_after`)."""
-        whole(at_least=0, at_most=self.steps, steps=steps)
-        if steps == 0:
-            return 0.0
-        if self.participation.is_sampled:
-            cache: dict[int, float] = self.__dict__.setdefault("_sampled", {})
-            if steps not in cache:
-                cache[steps] = plan_accountant.sampled_epsilon(self, steps)
-            return cache[steps]
-        mu = self._mu(self.sensitivity_after(steps, participation=participation))
-        if mu == 0 or math.isinf(mu):
-            return mu
-        if self.accountant == "rdp":
-            return renyi.epsilon(noise_multiplier=1 / mu, delta=self.delta)
-        return gaussian.epsilon(mu=mu, delta=self.delta)
-
-    def _decisions(self) -> dict[str, Any]:
-        return {field.name: getattr(self, field.name) for field in fields(self)}
+        return plan_prefix.epsilon_after(self, steps, participation)
 
     def statement(
         self, *, steps: int | None = None, notes: tuple[str, ...] = ()
     ) -> PrivacyStatement:
         """The guarantee of the run, or of its first `steps` steps, with all its assumptions."""
-        steps = self.steps if steps is None else steps
-        mu, twice, reach = self.mu(steps), self.multiplier_of_sensitivity, self.sensitivity
-        if not self.participation.is_sampled:
-            reach = self.sensitivity_after(steps)
-        assumptions = sentences(
-            self.guarded,
-            unit=self.unit,
-            neighbours=self.neighbours,
-            noise_multiplier=self.noise_multiplier,
-            is_exact=reach.exact,
-            accountant=self.accountant,
-        )
-        epsilon = self.epsilon_after(steps)
-        if steps < self.steps:
-            notes = (*notes, so_far(steps, self.steps))
-            if 0 < epsilon < self.epsilon():
-                notes = (*notes, stopped(steps))
-        return PrivacyStatement(
-            epsilon=epsilon,
-            delta=self.delta,
-            mu=mu,
-            rho=None if mu is None else mu * mu / 2,
-            sensitivity=reach.value * twice,
-            squared_sensitivity=reach.squared * twice * twice,
-            noise_multiplier=self.noise_multiplier,
-            unit=self.unit,
-            neighbours=self.neighbours,
-            participation=self.guarded.words(),
-            mechanism=self.strategy.words(),
-            accountant=self.accountant,
-            exact=reach.exact and self.accountant == "exact",
-            assumptions=assumptions + notes,
-        )
+        return statement_of(self, self.steps if steps is None else steps, notes)
 
     def to_dict(self) -> dict[str, Any]:
-        record = self._decisions()
-        record["participation"] = self.participation.to_dict()
-        record["strategy"] = self.strategy.to_dict()
-        if not isinstance(self.strategy, Tree) or self.tree_accounting == "nodes":
-            del record["tree_accounting"]  # as before there was a choice: same text, same hash
-        return {"format": FORMAT, **record}
+        return plan_record.to_dict(self)
 
     def to_json(self) -> str:
         """Canonical JSON: sorted keys, no spaces, shortest floats; equal plans, equal text."""
-        return json.dumps(self.to_dict(), sort_keys=True, separators=(",", ":"), allow_nan=False)
+        return plan_record.to_json(self)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:
         """The plan that `to_json` wrote; anything else is refused."""
-        try:
-            record = json.loads(text)
-            if record.pop("format") != FORMAT:
-                raise KeyError("format")
-            record["participation"] = participations.from_dict(record["participation"])
-            record["strategy"] = strategies.from_dict(record["strategy"])
-            return cls(**{"tree_accounting": "nodes", **record})
-        except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-            raise InvalidInput(
-                f"not a {FORMAT} document ({error}); write it with to_json"
-            ) from None
+        plan: Plan = plan_record.from_json(cls, text)
+        return plan
 
     @property
     def hash(self) -> str:

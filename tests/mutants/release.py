@@ -354,8 +354,8 @@ RELEASE = (
     ),
     Mutant(
         "ε of a stopped run rests on nothing more",
-        "plan.py",
-        "if 0 < epsilon < self.epsilon():",
+        "plan_statement.py",
+        "if 0 < epsilon < plan.epsilon():",
         "if False:",
         ("tests/release/test_spending.py",),
         "statement",
