@@ -69,7 +69,7 @@ class Verdict:
 
     def words(self) -> str:
         lines = [f"{self.answer}: {self.path}"]
-        if self.epsilon is not None and not self.refuted:
+        if self.epsilon is not None and self.delta is not None and not self.refuted:
             lives = f" in {self.lives} lives" if self.lives > 1 else ""
             lines[0] = (
                 f"{self.answer}: {self.released} of {self.planned} planned steps{lives}, "
