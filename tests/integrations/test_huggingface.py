@@ -635,3 +635,35 @@ def test_a_stream_with_a_length_has_no_places(tmp_path):
         trainer(tmp_path / "c", data=Stream(shuffles=True)).train()
     with pytest.raises(InvalidInput, match="units= needs a data set with a length and rows"):
         trainer(tmp_path / "d", data=Stream(shuffles=False), units=list(range(ROWS))).train()
+
+
+class Endless(IterableDataset):
+    """A stream without a length, whose every pass has another order."""
+
+    def __init__(self):
+        self.rows, self.passes = Sentences(24), 0
+
+    def __iter__(self):
+        self.passes += 1
+        return (self.rows[(i * 5 + self.passes) % 24] for i in range(24))
+
+
+@pytest.mark.parametrize("form", [PrivateTrainer, PrivateTrainerCallback])
+@pytest.mark.parametrize("rule", [ns.SinglePass(12), ns.MinSeparation(12, 6, 2)])
+def test_a_stream_that_a_second_pass_puts_together_anew_is_refused(tmp_path, rule, form):
+    """By content its batches are new ones: every row took part twice in a plan of one pass."""
+    args = arguments(tmp_path, max_steps=12, save_strategy="no")
+    args.train_sampling_strategy = "sequential"
+    own = {"plan": _fitted(rule, "tree", "example"), "clip_norm": 0.6}
+    if form is PrivateTrainer:
+        made = PrivateTrainer(gpt2(), args, train_dataset=Endless(), **own)
+    else:
+        watch = form(**own, batch_size=4)
+        made = transformers.Trainer(gpt2(), args, train_dataset=Endless(), callbacks=[watch])
+    with pytest.raises(ParticipationViolation, match="the batch of step 6"):
+        made.train()
+
+
+def test_units_are_one_for_each_row(tmp_path):
+    with pytest.raises(InvalidInput, match="whose each row of train_dataset is: 22, got 10"):
+        trainer(tmp_path, units=list(range(10)))

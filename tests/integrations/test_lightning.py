@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import noshuffle as ns
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.training import privatize
 from noshuffle.training.check import ProbablyNotMeant
@@ -349,3 +349,27 @@ def test_a_loader_that_begins_again_within_an_epoch_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match="shuffles its data anew"):
         fitted(24, shuffle=True)
     assert fitted(24) == 12
+
+
+class Turned(torch.utils.data.Sampler):
+    """The rows of a stream that is turned a little further in every pass; nobody is told."""
+
+    def __init__(self):
+        self.passes = 0
+
+    def __iter__(self):
+        self.passes += 1
+        return iter((torch.arange(len(X)) + self.passes).remainder(len(X)).tolist())
+
+    def __len__(self):
+        return len(X)
+
+
+def test_rows_that_a_second_pass_puts_together_anew_are_refused(tmp_path):
+    """By content its batches are new ones, and a plan without epochs has none to compare with."""
+    plan = ns.Plan.fit(ns.MinSeparation(10, 3, 2), mechanism="tree", noise_multiplier=0.5)
+    callback = PrivateCallback(plan, clip_norm=0.5, batch_size=4)
+    loader = DataLoader(TensorDataset(X, Y), batch_size=4, sampler=Turned())
+    trainer = pl.Trainer(callbacks=[callback], default_root_dir=tmp_path, max_epochs=2, **SETTINGS)
+    with pytest.raises(ParticipationViolation, match="step 5"):
+        trainer.fit(Module(), loader)

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.noise import test_source
-from noshuffle.participation import Epochs, Poisson, SinglePass
+from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.strategies import identity, tree
@@ -36,7 +36,9 @@ def make(run=None, rule=RULE, seed=1, **options):
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     plan = Plan(
         participation=rule,
-        strategy=identity() if rule.is_sampled else tree(),
+        strategy=identity()
+        if rule.is_sampled
+        else tree(restart_every=getattr(rule, "every", None)),
         noise_multiplier=1.0,
     )
     settings = {"clip_norm": 1.0, "batch_size": 5, "source": test_source(seed=seed), **options}
@@ -62,6 +64,20 @@ def numbers(value):
         inside = value.values() if isinstance(value, dict) else value
         return [number for one in inside for number in numbers(one)]
     return [float(value)] if isinstance(value, int | float) else []
+
+
+def test_a_second_pass_brings_the_batches_of_the_first_or_ids():
+    """Rows that a loader puts together anew are new batches by content to a plan without epochs."""
+    loader = DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True)
+    private = make(rule=MinSeparation(8, 2, 2))
+    with pytest.raises(ParticipationViolation, match="the batch of step 4"):
+        fit_model(private, loader, LOSS, epochs=2)
+    kept = make(rule=MinSeparation(8, 4, 2))
+    fit_model(kept, DataLoader(TensorDataset(X, Y), batch_size=5), LOSS, epochs=2)
+    assert (private.steps_released, kept.steps_released) == (4, 8)
+    blocks = make(rule=Restarted(Epochs(2, 4), 4))  # may have another order in every block
+    fit_model(blocks, loader, LOSS)
+    assert blocks.steps_released == 8
 
 
 def test_metrics_and_progress_show_no_raw_figure(tmp_path):

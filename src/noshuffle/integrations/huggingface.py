@@ -325,6 +325,8 @@ class _Watch(transformers.TrainerCallback):
         """A run that goes on leaves out what was read of its first epoch."""
         trainer, is_first = self._trainer, self._is_first
         trainer._batches, self._is_first = 0, False
+        if not is_first:
+            trainer.private.read_again()
         if is_first and has_places(trainer.train_dataset):
             steps = trainer.private.steps_done % _per_epoch(trainer)
             trainer._batches = steps * args.gradient_accumulation_steps

@@ -58,7 +58,7 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
         run: RunFolder | str | Path | None = None,
         **privacy: Any,
     ) -> None:
-        self.plan = plan
+        self.plan, self._passes = plan, 0
         self._options = {"batch_size": batch_size, "clip_norm": clip_norm, "run": run, **privacy}
 
     def statement(self) -> PrivacyStatement:
@@ -82,6 +82,11 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
                 f"the run folder is at step {self.private.steps_done}, the Trainer at "
                 f"{state.global_step}; give resume_from_checkpoint= the checkpoint of that step"
             )
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        if self._passes or (state.epoch or 0.0) >= 1.0:
+            self.private.read_again()
+        self._passes += 1
 
     def on_save(self, args: Any, state: Any, control: Any, **given: Any) -> None:
         if self.private.run is not None:

@@ -246,5 +246,9 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
         if has_places(data) and not drops:
             advice = "fit it for participation_of(args, dataset)"
             refuse_passes(plan, steps=wanted.steps, per_pass=per_epoch, advice=advice)
+    if units is not None and has_places(data) and len(units) != len(data):
+        raise InvalidInput(
+            f"units must say whose each row of train_dataset is: {len(data)}, got {len(units)}"
+        )
     if plan.unit == "user" and units is None:
         raise InvalidInput("a plan with unit='user' needs units=: whose each example is")

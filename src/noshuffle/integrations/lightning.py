@@ -143,6 +143,8 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             refuse_passes(plan, steps=steps, per_pass=length, advice=advice)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
+        if trainer.current_epoch:
+            self.private.read_again()
         if self.private.run is not None:
             self.private.save()
 

@@ -131,15 +131,20 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
 
 
-def is_batch_known(participation: Participation, *, step: int, last: Any) -> bool:
+def is_batch_known(
+    participation: Participation, *, step: int, last: Any, is_read_again: bool = False
+) -> bool:
     """Whether batches without ids, last seen then, may be told apart by content at this step.
 
     Rows are not followed then, so after the first epoch of a block only batches that took part in
     this block come again: rows mixed anew could be in one epoch twice (a shuffled loader that goes
-    on in the middle of an epoch does that).
+    on in the middle of an epoch does that). Rules that know no epochs ask the same of a pass that
+    somebody says is a further one (`is_read_again`).
     """
     rule, block = _block(participation, step)
-    if not isinstance(rule, Epochs | AnyOrderEpochs) or step - rule.steps_per_epoch < block:
+    if not isinstance(rule, Epochs | AnyOrderEpochs):
+        return not is_read_again or bool(np.all(last >= 0))
+    if step - rule.steps_per_epoch < block:
         return True
     return bool(np.all(last >= block))
 

@@ -66,6 +66,8 @@ class Ledger(LedgerFile):
         self._table = UnitTable()
         self._later: tuple[int, Ids] | None = None  # a recorded step that the table lacks
         self._known = BatchCache()
+        #: Whether a further pass over the same data began: batches without ids must be known then.
+        self.is_read_again = False
         self._released = 0
         # By kind of batch and size: when examples were last seen apart, by this object.
         self._apart: dict[str, dict[int, int]] = {}
@@ -196,7 +198,10 @@ class Ledger(LedgerFile):
             seen = self._table.look_up(unit)
             is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
             last = seen.last
-        is_fine = is_fine and guard.is_batch_known(self.participation, step=step, last=last)
+        again = self.is_read_again
+        is_fine = is_fine and guard.is_batch_known(
+            self.participation, step=step, last=last, is_read_again=again
+        )
         if not is_fine and not drop:
             base = getattr(self.participation, "participation", self.participation)
             length = getattr(base, "steps_per_epoch", None)

@@ -104,6 +104,8 @@ def fit_model(
         )
     measured = private.steps_done
     for epoch in range(private.steps_done // length if length else 0, total):
+        if epoch:
+            private.read_again()
         behind = _skip(private, batches, epoch * length)
         # A loader that is iterated anew draws order and augmentations from the generators.
         private.return_to_epoch(private.steps_done - behind)

@@ -104,6 +104,14 @@ class TrainingRun(OneOwner):
         """Objects with `state_dict` (schedulers, averages) to be saved along, by name."""
         self._attached.update(objects)
 
+    def read_again(self) -> None:
+        """A further pass over the same data begins.
+
+        From here on batches without ids must be those of the first pass, whatever the plan allows:
+        rows that are put together anew could not be followed, and would count as new ones.
+        """
+        self._parts.ledger.is_read_again = True
+
     def return_to_epoch(self, step: int) -> None:
         """A pass over the data begins, or goes on, that began at `step`.
 
