@@ -12,8 +12,15 @@ import pytest
 from scipy import sparse
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV
+from sklearn.pipeline import make_pipeline
+from sklearn.preprocessing import StandardScaler
 
-from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression, PrivateSVC
+from noshuffle.convex import (
+    PrivateLinearRegression,
+    PrivateLogisticRegression,
+    PrivateSVC,
+    PrivateTreesClassifier,
+)
 from noshuffle.errors import InvalidInput
 from noshuffle.release.facts import OTHER_RUNS as OTHERS
 
@@ -84,6 +91,14 @@ def test_bounds_are_said_to_be_chosen_where_there_are_any() -> None:
     for text in (said(), said(bounds=(-1, 1))):
         assert OTHERS in text.split("\n")
         assert "Bounds, horizon" not in text
+
+
+@pytest.mark.parametrize("last", [PrivateLogisticRegression, PrivateTreesClassifier])
+def test_a_scaler_in_front_is_not_covered(last: Any) -> None:
+    """In a pipeline that scales by the data one row moves all others before the private fit."""
+    model = make_pipeline(StandardScaler(), last(bounds=(-3, 3), classes=[0, 1], epsilon=4.0))
+    words = "\n".join(model.fit(*table())[-1].privacy_.assumptions)
+    assert "a scaler, imputer or encoder that was fitted to the rows before is not covered" in words
 
 
 def test_a_search_says_that_its_fits_add_up() -> None:

@@ -46,7 +46,11 @@ MANY_ROWS = (
     "{} together, and the guarantee covers all of them, but not how many rows there are in all, "
     "which is taken to be public."
 )
-SETTINGS = "All other settings are taken to have been chosen without the data, too."
+SETTINGS = (
+    "All other settings are taken to have been chosen without the data, too, and every row to be "
+    "made of its own unit alone: a scaler, imputer or encoder that was fitted to the rows before "
+    "is not covered here."
+)
 GIVEN_BOUNDS = "{} were given, not measured, and are taken to have been chosen without the data."
 #: Numbers of a table that "auto" puts into memory at once, if need be from sparse rows.
 _MOST_NUMBERS = 100_000_000
