@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -35,9 +36,21 @@ def of_an_epoch(data: datasets.DataSet, epoch: int) -> np.ndarray:
     return backwards(data)
 
 
-def test_an_order_that_takes_something_else_is_one_line() -> None:
+def nothing(data: datasets.DataSet) -> None:
+    """Forgot to return the rows."""
+
+
+def generated(data: datasets.DataSet) -> Iterator[int]:
+    return iter(range(len(data)))
+
+
+def test_an_order_that_takes_or_gives_something_else_is_one_line() -> None:
+    data = datasets.load("digits")
     with pytest.raises(InvalidInput, match="must be a function of the data set: missing"):
-        rows_in_order(datasets.load("digits"), f"{__name__}:of_an_epoch", batch=100)
+        rows_in_order(data, f"{__name__}:of_an_epoch", batch=100)
+    with pytest.raises(InvalidInput, match="must return every row of the data once"):
+        rows_in_order(data, f"{__name__}:nothing", batch=100)
+    assert rows_in_order(data, f"{__name__}:generated", batch=100)[0][-1] == 99
 
 
 def test_orders_hold_every_row_once() -> None:

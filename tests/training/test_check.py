@@ -97,6 +97,8 @@ def test_what_would_be_refused_later_is_said_before_the_first_step():
     numbered = with_ids(DATA)
     sampled = DataLoader(numbered, batch_sampler=poisson.sampler(20), collate_fn=numbered.collate)
     assert poisson.check(sampled).is_fine
+    plain = DataLoader(numbered, batch_sampler=poisson.sampler(20))  # fails where a draw is empty
+    assert verdicts(poisson.check(plain))["order"] == "warning"
     arrays = [(X[:5].numpy(), Y[:5])] * 4
     assert verdicts(make().check(arrays)) == {"data": "refused"}
 

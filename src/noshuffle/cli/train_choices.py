@@ -15,7 +15,7 @@ this is fixed before the first step; a random order is drawn from the public see
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -97,7 +97,9 @@ def _own_order(name: str, data: DataSet) -> NDArray[np.int64]:
             f"order {name!r} must be a function of the data set: {error}; it returns the numbers "
             "of its rows, in their order"
         ) from None
-    rows = np.asarray(found(data))
-    if not np.array_equal(np.sort(rows), np.arange(len(data))):
+    told = found(data)
+    rows = np.asarray(list(told) if isinstance(told, Iterator) else told)
+    is_list = rows.ndim == 1 and rows.dtype.kind in "iuf"
+    if not is_list or not np.array_equal(np.sort(rows), np.arange(len(data))):
         raise InvalidInput(f"{name} must return every row of the data once, {len(data)} of them")
     return rows.astype(np.int64)

@@ -22,12 +22,17 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.data import RandomSampler, SubsetRandomSampler, WeightedRandomSampler
+from torch.utils.data import (
+    RandomSampler,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+    default_collate,
+)
 
 from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
-from noshuffle.participation import AnyOrderEpochs, Epochs, Restarted, Stages
+from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Restarted, Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
@@ -169,6 +174,11 @@ def order_of(plan: Plan, loader: Any) -> CheckFinding:
     order = getattr(loader, "order", None)
     if plan.participation.is_sampled:
         is_ours = any(isinstance(one, Sampler) for one in (inner, sampler, order))
+        is_fixed = isinstance(plan.participation, FixedSize)
+        if is_ours and getattr(loader, "collate_fn", None) is default_collate and not is_fixed:
+            text = "drawn by the secret sampler of the run; a draw may be empty, which torch's "
+            advice = "give data = with_ids(data) and collate_fn=data.collate (noshuffle.training)"
+            return CheckFinding("order", f"{text}own collate_fn fails on", "warning", advice)
         if is_ours:
             return CheckFinding("order", "drawn by the secret sampler of the run")
         advice = "give DataLoader(…, batch_sampler=private.sampler(population))"
