@@ -98,6 +98,12 @@ def test_the_clip_norm_of_a_stream_stays() -> None:
     assert sums.clip == 1.0
 
 
+def test_a_set_is_in_no_order() -> None:
+    """Whose row is whose? Rows that are dropped would be those of others."""
+    with pytest.raises(InvalidInput, match="a set has none"):
+        PrivateSum(plan_of(3), clip=1.0).add(np.ones(2), ids={"ann", "bob"})
+
+
 def test_increments_lie_on_the_grid() -> None:
     sums = PrivateSum(plan_of(3, "identity", noise_multiplier=1.0), clip=1.0)
     for step in range(3):

@@ -11,7 +11,7 @@ import torch
 from noshuffle.errors import InvalidInput
 from noshuffle.release import unit_index
 from noshuffle.release import units as module
-from noshuffle.release.unit_ids import as_ids, ids_and_kind, kind_of_ids, name_to_id
+from noshuffle.release.unit_ids import as_ids, kind_of_ids, name_to_id
 from noshuffle.release.unit_index import UnitIndex, in_order, new_index
 from noshuffle.release.units import Seen, UnitTable
 
@@ -265,12 +265,9 @@ def test_ids_of_many_kinds():
         [5, "ann"],
         torch.zeros(2, 2, dtype=torch.long),
         np.array([2**63], np.uint64),
-        {3, 1, 2},  # whose row is whose?
     ):
         with pytest.raises(InvalidInput, match="ids must"):
             as_ids(bad)
-    with pytest.raises(InvalidInput, match="a set has none"):
-        ids_and_kind({"ann", "bob"})
 
 
 def test_ids_of_pandas_are_those_of_a_list() -> None:

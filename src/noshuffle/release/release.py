@@ -136,6 +136,8 @@ class Release(RunState):
         A run takes integers in every step, or names in every step; of which kind, its first step
         says, and no question that was asked before (`is_question`).
         """
+        if rows is not None and isinstance(ids, set | frozenset):
+            raise InvalidInput("ids must be in the order of the examples, and a set has none")
         # what is refused leaves nothing on record
         found, kind = ids_and_kind(ids, secret=self.id_secret)
         if rows not in (None, len(found)):

@@ -60,15 +60,13 @@ def ids_and_kind(ids: Any, *, secret: bytes = b"") -> tuple[Ids, str]:
     >>> ids_and_kind(iter(["7"]))[1], ids_and_kind(iter([7]))[1]
     ('names', 'integers')
     """
-    if isinstance(ids, Iterable) and not isinstance(ids, Tensor | np.ndarray | set | frozenset):
+    if isinstance(ids, Iterable) and not isinstance(ids, Tensor | np.ndarray):
         ids = list(ids)
     return as_ids(ids, secret=secret), kind_of_ids(ids)
 
 
 def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
     """Unit ids from a tensor, an array, or a list of integers or names."""
-    if isinstance(ids, set | frozenset):
-        raise InvalidInput("ids must be in the order of the examples, and a set has none")
     if isinstance(ids, Tensor):
         ids = ids.detach().cpu().numpy()
     if not isinstance(ids, np.ndarray) or ids.dtype.kind in _OBJECTS:
