@@ -34,14 +34,19 @@ if os.environ.get("CI") and hasattr(providers, "_get_local_constants"):
     providers._get_local_constants = lambda: providers._local_constants
 
 
-#: `torch.manual_seed` formats the stack for every kind of device that is not in use, which takes
-#: longer than most tests (torch 2.13); without CUDA the generator of the CPU is all there is.
-seed_torch: Callable[[int], Any] = torch.manual_seed
+def seed_host(seed: int) -> torch.Generator:
+    """`torch.manual_seed` without CUDA, where the generator of the CPU is all there is.
+
+    That of torch 2.13 formats the stack for every kind of device that is not in use, and keeps it:
+    a millisecond in a test.
+    """
+    return torch.default_generator.manual_seed(int(seed))
+
 
 # Triton chooses its interpreter when it is imported, which may be long before a kernel is tested.
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
-    seed_torch = torch.default_generator.manual_seed
+    torch.manual_seed = torch.random.manual_seed = seed_host
 
 #: What is imported stays; to look through all of it for garbage takes a tenth of the time.
 gc.disable()
@@ -99,7 +104,7 @@ class Entropy:
     def begin(self, name: str) -> None:
         """Keys of this name; every generator begins alike, whatever ran before."""
         self.name, self.drawn = name, 0
-        seed_torch(0)
+        torch.manual_seed(0)
         for _, put, first in self.generators:
             put(first)
 
