@@ -232,9 +232,7 @@ def test_small_rates(noise: float, rate: float, steps: int, delta: float, most: 
     assert 0.99 * high < low <= high <= most
 
 
-@pytest.mark.parametrize(
-    "delta", [1e-20, *(pytest.param(d, marks=pytest.mark.slow) for d in (1e-50, 1e-200)), 1e-295]
-)
+@pytest.mark.parametrize("delta", [1e-20, 1e-50, 1e-200, 1e-295])
 @pytest.mark.parametrize(("noise", "rate"), [(0.0341, 1.96e-12), (0.02, 0.1)])
 def test_losses_beyond_the_exponential_are_not_squeezed_into_smaller_ones(
     noise: float, rate: float, delta: float
