@@ -67,7 +67,7 @@ def refuse_padding(
         together = collated(places)
         if batch_size((together,)) != len(places) or not _are_alike(together, collated(places)):
             return
-        rows = ((take((together,), torch.tensor([row]))[0], collated([place]))
+        rows = ((take((together,), torch.tensor([row], device="cpu"))[0], collated([place]))
                 for row, place in enumerate(places))  # fmt: skip
         differ = (pair for pair in rows if _shapes(pair[0]) != _shapes(pair[1]))
         for padded, alone in islice(differ, _TRIED):
