@@ -83,8 +83,8 @@ def refuse_padding(
         raise InvalidInput(
             f"padding changes results: the loss of a row of train_dataset is {found[1]:.4g} by "
             f"itself and {found[0]:.4g} padded beside others, so that one long example "
-            "would move the gradients of all others; give the model attention_mask, or pad every "
-            "row to one length (padding='max_length')"
+            "would move the gradients of all others; give the model attention_mask and pad on the "
+            "right, or pad every row to one length (padding='max_length')"
         )
 
 
