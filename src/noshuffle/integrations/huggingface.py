@@ -18,7 +18,6 @@ how many of the epoch were read.
 
 from __future__ import annotations
 
-import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -38,18 +37,18 @@ from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.integrations.huggingface_checks import (
-    Looked,
     has_places,
     looked_at,
     part_size,
     participation_of,
     refuse,
-    refuse_mixed_rows,
-    refuse_moved_data,
     refuse_other_data,
-    steps_per_epoch,
 )
-from noshuffle.integrations.huggingface_padding import refuse_padding
+from noshuffle.integrations.huggingface_watch import (
+    StepOptimizer,
+    TrainerState,
+    TrainerWatch,
+)
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
@@ -63,8 +62,6 @@ from noshuffle.training.unchanged import PrivateOptimizer
 __all__ = ["PrivateTrainer", "output_loss", "participation_of"]
 
 STATE_NAME = "trainer_state.json"
-#: The number of the part of a step whose seed collators draw by (`Release.seed`).
-LOADER = 2**21
 
 
 def _own_loss(model: Any, batch: Mapping[str, Any]) -> Tensor:
@@ -117,7 +114,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._batches = 0  # of this epoch, before the current one
         self._resumed: dict[str, Any] | None = None
         refuse(self, plan, is_own_loss=loss_fn is output_loss, readers=_readers())
-        self.add_callback(_Watch(self))
+        self.add_callback(TrainerWatch(self))
         if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
             prepare = self.accelerator.prepare_model
             self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
@@ -141,7 +138,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
             self.private = privatize_distributed(self.model, inner, self.plan, **options)
         else:
             self.private = privatize(self.model, inner, self.plan, **options)
-        self.optimizer = _StepOptimizer(self)
+        self.optimizer = StepOptimizer(self)
         return self.optimizer
 
     def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
@@ -184,7 +181,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
 
     def _load_optimizer_and_scheduler(self, checkpoint: str | None) -> None:
         if checkpoint is not None:
-            self.private.attach(trainer=_TrainerState(self))
+            self.private.attach(trainer=TrainerState(self))
             self.private.resume()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
@@ -235,7 +232,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def _begin(self) -> None:
         """Before the first step: what it starts from is kept, so that it can begin alike."""
         if self._run is not None and not self.private.steps_done and not self._parts:
-            self.private.attach(trainer=_TrainerState(self))
+            self.private.attach(trainer=TrainerState(self))
             if not self.private.steps_released:
                 self.private.save()
 
@@ -294,99 +291,6 @@ def _readers() -> dict[str, type]:
     """Methods that decide which rows a step reads, and whose they must be."""
     own = dict.fromkeys(("_get_dataloader", "_get_train_sampler"), PrivateTrainer)
     return {**own, **dict.fromkeys(("get_train_dataloader", "get_batch_samples"), _Trainer)}
-
-
-class _Watch(transformers.TrainerCallback):
-    """Before the first step: the optimizer is that of the private run, and a row an example. Then
-    it counts batches, whoever ends an epoch early or leaves a batch out: rows are known by that.
-    """
-
-    def __init__(self, trainer: PrivateTrainer) -> None:
-        self._trainer, self._is_first = trainer, True
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        found = getattr(given["optimizer"], "optimizer", given["optimizer"])
-        if not isinstance(found, _StepOptimizer):
-            raise InvalidInput(
-                f"the optimizer of this training is a {type(found).__name__} outside the private "
-                "run; a create_optimizer of one's own sets self.optimizer and ends with "
-                "`return super().create_optimizer()`"
-            )
-        trainer, loader = self._trainer, given["train_dataloader"]
-        refuse_mixed_rows(loader, has_units=trainer._units is not None)
-        autocast = trainer.compute_loss_context_manager
-        refuse_padding(trainer.model, trainer._loss_fn, loader, autocast=autocast)
-        if trainer._resumed is None:
-            # Collators and data sets that draw: a row that draws more often than another moves the
-            # draws of those after it, and `args.seed` is known.
-            transformers.set_seed(trainer.private._parts.release.seed(0, LOADER) % 2**32)
-
-    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        """A run that goes on leaves out what was read of its first epoch."""
-        trainer, is_first = self._trainer, self._is_first
-        trainer._batches, self._is_first = 0, False
-        if not is_first:
-            trainer.private.read_again()
-        if is_first and has_places(trainer.train_dataset):
-            steps = trainer.private.steps_done % _per_epoch(trainer)
-            trainer._batches = steps * args.gradient_accumulation_steps
-
-    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._trainer._batches += 1
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
-        self._trainer._batches += 1
-
-
-class _StepOptimizer(PrivateOptimizer):
-    """Stands in for the Trainer's optimizer; `step` releases what the Trainer has collected."""
-
-    def __init__(self, trainer: PrivateTrainer) -> None:
-        base = trainer.private.optimizer
-        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
-        self._release = trainer.release
-
-    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
-        self._release()
-
-
-class _TrainerState:
-    """The part of a checkpoint that the Trainer goes on from."""
-
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def state_dict(self) -> dict[str, Any]:
-        state = self._trainer.state
-        text = json.dumps({k: v for k, v in vars(state).items() if _is_plain(v)})
-        looked = None if (own := self._looked()) is None else json.dumps(own)
-        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict(), "rows": looked}
-
-    def _looked(self) -> Looked | None:
-        """Some rows, by a secret of the run: after a seal nobody can try out what they held."""
-        made = self._trainer
-        if not has_places(made.train_dataset):
-            return None
-        secret = made.private._parts.secret
-        return looked_at(made.train_dataset, made._units, secret=secret)
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        now, found = self._looked(), state.get("rows")  # runs of before have none
-        if now is not None and found is not None:
-            refuse_moved_data(tuple(json.loads(found)), now)
-        self._trainer.lr_scheduler.load_state_dict(state["schedule"])
-
-
-def _is_plain(value: Any) -> bool:
-    try:
-        json.dumps(value)
-    except TypeError:
-        return False
-    return True
-
-
-def _per_epoch(trainer: PrivateTrainer) -> int:
-    return steps_per_epoch(trainer.args, trainer.train_dataset)
 
 
 def _without_loss(output: Any) -> Any:

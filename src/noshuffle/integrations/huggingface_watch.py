@@ -1,0 +1,121 @@
+"""What stands beside a `PrivateTrainer` while it trains.
+
+    TrainerWatch    before the first step: whether rows are examples, and padding changes nothing;
+                    then it counts the batches that are read, by which rows are known
+    StepOptimizer   in the place of the Trainer's optimizer: `step` releases what was collected
+    TrainerState    the part of a checkpoint that the Trainer goes on from, with a look at its data
+
+State: how many batches of an epoch were read (kept by the Trainer), and whether one has begun.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any
+
+import transformers
+
+from noshuffle.errors import InvalidInput
+from noshuffle.integrations.huggingface_checks import (
+    Looked,
+    has_places,
+    looked_at,
+    refuse_mixed_rows,
+    refuse_moved_data,
+    steps_per_epoch,
+)
+from noshuffle.integrations.huggingface_padding import refuse_padding
+from noshuffle.training.unchanged import PrivateOptimizer
+
+#: The number of the part of a step whose seed collators draw by (`Release.seed`).
+LOADER = 2**21
+
+
+class TrainerWatch(transformers.TrainerCallback):
+    """Before the first step: the optimizer is that of the private run, and a row an example. Then
+    it counts batches, whoever ends an epoch early or leaves a batch out: rows are known by that.
+    """
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer, self._is_first = trainer, True
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        found = getattr(given["optimizer"], "optimizer", given["optimizer"])
+        if not isinstance(found, StepOptimizer):
+            raise InvalidInput(
+                f"the optimizer of this training is a {type(found).__name__} outside the private "
+                "run; a create_optimizer of one's own sets self.optimizer and ends with "
+                "`return super().create_optimizer()`"
+            )
+        trainer, loader = self._trainer, given["train_dataloader"]
+        refuse_mixed_rows(loader, has_units=trainer._units is not None)
+        autocast = trainer.compute_loss_context_manager
+        refuse_padding(trainer.model, trainer._loss_fn, loader, autocast=autocast)
+        if trainer._resumed is None:
+            # Collators and data sets that draw: a row that draws more often than another moves the
+            # draws of those after it, and `args.seed` is known.
+            transformers.set_seed(trainer.private._parts.release.seed(0, LOADER) % 2**32)
+
+    def on_epoch_begin(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        """A run that goes on leaves out what was read of its first epoch."""
+        trainer, is_first = self._trainer, self._is_first
+        trainer._batches, self._is_first = 0, False
+        if not is_first:
+            trainer.private.read_again()
+        if is_first and has_places(trainer.train_dataset):
+            steps = trainer.private.steps_done % steps_per_epoch(args, trainer.train_dataset)
+            trainer._batches = steps * args.gradient_accumulation_steps
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._trainer._batches += 1
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
+        self._trainer._batches += 1
+
+
+class StepOptimizer(PrivateOptimizer):
+    """Stands in for the Trainer's optimizer; `step` releases what the Trainer has collected."""
+
+    def __init__(self, trainer: Any) -> None:
+        base = trainer.private.optimizer
+        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
+        self._release = trainer.release
+
+    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
+        self._release()
+
+
+class TrainerState:
+    """The part of a checkpoint that the Trainer goes on from."""
+
+    def __init__(self, trainer: Any) -> None:
+        self._trainer = trainer
+
+    def state_dict(self) -> dict[str, Any]:
+        state = self._trainer.state
+        text = json.dumps({k: v for k, v in vars(state).items() if _is_plain(v)})
+        looked = None if (own := self._looked()) is None else json.dumps(own)
+        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict(), "rows": looked}
+
+    def _looked(self) -> Looked | None:
+        """Some rows, by a secret of the run: after a seal nobody can try out what they held."""
+        made = self._trainer
+        if not has_places(made.train_dataset):
+            return None
+        secret = made.private._parts.secret
+        return looked_at(made.train_dataset, made._units, secret=secret)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        now, found = self._looked(), state.get("rows")  # runs of before have none
+        if now is not None and found is not None:
+            refuse_moved_data(tuple(json.loads(found)), now)
+        self._trainer.lr_scheduler.load_state_dict(state["schedule"])
+
+
+def _is_plain(value: Any) -> bool:
+    try:
+        json.dumps(value)
+    except TypeError:
+        return False
+    return True
