@@ -146,9 +146,9 @@ def _trained(asked: AuditSettings, plan: Plan, *, is_quiet: bool) -> list[Findin
 
 def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
     """Write the pages that were asked for; the ledger of a run learns of those in its folder."""
-    from noshuffle.cli.evidence import note_page
     from noshuffle.release.files import write_json
     from noshuffle.release.folder import RunFolder
+    from noshuffle.release.seal import note_pages
     from noshuffle.report import write_report
     from noshuffle.report.html import write_audit
 
@@ -159,10 +159,8 @@ def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
     if asked.save and asked.target is not None:
         write_json(asked.target / "audit.json", record)
         write_audit(record, asked.target / "audit.html", title=title)
-        files = [asked.target / "audit.json", asked.target / "audit.html"]
+        note_pages(RunFolder(asked.target), "audit.json", "audit.html")
         if (asked.target / "report.html").is_file():
-            files.append(write_report(asked.target))
-        for file in files:
-            note_page(RunFolder(asked.target), file)
+            write_report(asked.target)
         pages.append(asked.target / "audit.html")
     return pages

@@ -10,10 +10,10 @@ from typing import TYPE_CHECKING
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import SIGN_HELP, Output, print_json
 from noshuffle.cli.words import in_options, quoted, say
-from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.errors import InvalidInput
 
 if TYPE_CHECKING:
-    from noshuffle.release.folder import RunFolder
+    pass
 
 
 _RUN = "a run folder, as train, federated, fit and sum make"
@@ -116,30 +116,8 @@ def report(asked: ReportSettings, output: Output) -> None:
             "--output FILE"
         )
     else:
-        path = write_report(asked.run)
-        note_page(folder, path)
+        path = write_report(asked.run)  # the ledger is told
     if output.json:
         print_json({"report": str(path)})
     else:
         print(f"report: {path}")
-
-
-def note_page(folder: RunFolder, page: Path) -> None:
-    """Let the ledger know of the new page; a run that is going on will do it itself."""
-    from noshuffle.release.folder_lock import take
-    from noshuffle.release.ledger import Ledger
-
-    if not folder.ledger_file.is_file():
-        return
-    try:
-        lock = take(folder.path)
-    except NoshuffleError:
-        return
-    plan = folder.plan()
-    with closing(Ledger(plan.guarded, path=folder.ledger_file, unit=plan.unit)) as ledger:
-        told = ledger.notes("files")
-        files = dict(told[-1]["files"]) if told else {}
-        new = folder.published()[page.name]
-        if files.get(page.name) != new:
-            ledger.note("files", files={**files, page.name: new})
-    del lock

@@ -138,6 +138,24 @@ def note_files(run: RunFolder | str | Path) -> None:
         write_statement(folder, folder.plan(), ledger)
 
 
+def note_pages(folder: RunFolder, *names: str) -> None:
+    """Let the ledger know of pages that were drawn; a run that is going on will do it itself.
+
+    Every other file stays as it was noted. A signed run is signed as it was.
+    """
+    if not folder.ledger_file.is_file() or folder.signature_file.exists():
+        return
+    try:
+        with _opened(folder, folder.plan()) as ledger:
+            told, found = ledger.notes("files"), folder.published()
+            files = dict(told[-1]["files"]) if told else {}
+            new = {name: found[name] for name in names if name in found}
+            if any(files.get(name) != own for name, own in new.items()):
+                ledger.note("files", files={**files, **new})
+    except NoshuffleError:  # somebody goes on with it
+        return
+
+
 @contextmanager
 def _opened(folder: RunFolder, plan: Plan) -> Iterator[Ledger]:
     """The ledger of a folder that nobody else goes on with meanwhile."""

@@ -29,6 +29,7 @@ if TYPE_CHECKING:
 
 #: More distinct counts than this are drawn as a filled line.
 _MOST_BARS = 60
+OPERATOR_PAGE = "operator.html"
 #: What is counted in a round, for the operator alone.
 _COUNTS = ("asked", "answered", "nonfinite", "refused")
 
@@ -129,8 +130,9 @@ def _stated(run: RunRecord) -> float:
     return math.inf if epsilon is None else float(epsilon)
 
 
-def write_operator_page(run: RunRecord) -> None:
-    """operator.html beside the report, readable by the owner only; not without raw counts.
+def write_operator_page(run: RunRecord) -> str:
+    """operator.html beside the report, readable by the owner only; not without raw counts. Its
+    name, or nothing.
 
     None where cohorts were sampled either, though folders of before 0.2 have the counts: how many a
     secret draw took is secret, and the digest of the page, from which it can be guessed, would
@@ -138,7 +140,7 @@ def write_operator_page(run: RunRecord) -> None:
     """
     rows = _raw_counts(run.path / "operator.jsonl")
     if not rows or run.plan.participation.is_sampled:
-        return
+        return ""
     asked, answered, nonfinite, refused = (sum(row[name] for row in rows) for name in _COUNTS)
     planned = int(run.config.get("clients_per_round", max(row["asked"] for row in rows)))
     cells = (
@@ -158,7 +160,8 @@ def write_operator_page(run: RunRecord) -> None:
         + table(cells)
         + f"<h2>Cohorts</h2>{pictures([(cohorts(rows, planned=planned), caption)])}",
     )
-    write_bytes(run.path / "operator.html", page.encode(), mode=0o600)
+    write_bytes(run.path / OPERATOR_PAGE, page.encode(), mode=0o600)
+    return OPERATOR_PAGE
 
 
 def _raw_counts(path: Path) -> list[dict[str, int]]:

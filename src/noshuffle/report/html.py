@@ -14,6 +14,8 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from noshuffle.release.files import write_bytes
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.seal import note_pages
 from noshuffle.report import audit, federated, fit, sums, trained
 from noshuffle.report.page_parts import cards, document, pictures, table, warning
 from noshuffle.report.plots import Figure
@@ -55,11 +57,13 @@ def _teller(run: RunRecord) -> Teller:
 
 
 def write_report(path: Path) -> Path:
-    """Draw the report of the run in that folder; the page replaces the old one in one move."""
-    run = read_run(path)
+    """Draw the report of the run in that folder; the page replaces the old one in one move, and
+    the ledger is told, as a seal vouches for no file that it does not know of."""
+    run, names = read_run(path), ["report.html"]
     write_bytes(path / "report.html", page(run).encode())
     if run.config.get("kind") == "federated":
-        federated.write_operator_page(run)
+        names.append(federated.write_operator_page(run))
+    note_pages(RunFolder(path), *names)
     return path / "report.html"
 
 

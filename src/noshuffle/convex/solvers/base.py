@@ -7,7 +7,7 @@ Guarantees are stated as `PrivacyStatement` in one of three currencies (`guarant
     epsilon   a direct proof of ε at δ = 0, or of (ε, δ)
 
 >>> guarantee(mu=1.0, delta=1e-5, sensitivity=2.0, mechanism="m", rows=10).headline()
-'(ε = 4.377, δ = 1e-05)-DP per example, zero-out neighbours, exact'
+'(ε = 4.378, δ = 1e-05)-DP per example, zero-out neighbours, exact'
 """
 
 from __future__ import annotations
