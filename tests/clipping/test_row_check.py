@@ -49,9 +49,9 @@ class Ordered(nn.Module):
 class Slots(nn.Module):
     """Each example goes to one expert, in the next free place there, of which there are enough."""
 
-    def __init__(self, *, below=-math.inf, above=0.0):
+    def __init__(self, *, below=-math.inf, above=0.0, opened=torch.sigmoid):
         super().__init__()
-        self.gate, self.below, self.above = nn.Linear(8, 2), below, above
+        self.gate, self.below, self.above, self.opened = nn.Linear(8, 2), below, above, opened
         self.experts = nn.ModuleList(nn.Linear(8, 3) for _ in range(2))
 
     def forward(self, x):
@@ -60,7 +60,7 @@ class Slots(nn.Module):
         place = (goes.cumsum(0) - 1)[torch.arange(len(x)), which]
         given = x.new_zeros(2, len(x), 8).index_put((which, place), x)
         out = torch.stack([expert(given[i]) for i, expert in enumerate(self.experts)])
-        return out[which, place] * self.gate(x).sigmoid()[:, :1]
+        return out[which, place] * self.opened(self.gate(x))[:, :1]
 
 
 def tokens(seed, *, is_full=False):
@@ -117,6 +117,15 @@ def test_an_extreme_row_without_a_gradient_hides_nothing(above):
     for seed in range(6):
         torch.manual_seed(seed)
         model, engine = Slots(above=above).double(), Ghost()
+        engine.clipped_sum(model, F.cross_entropy, vectors(3, is_one=True), clip=Flat(0.2))
+        assert any(PLACES in note for note in engine.fallbacks), seed
+
+
+def test_an_ordinary_row_without_a_gradient_hides_nothing():
+    """A ReLU shuts the gate of every second one, the first of the batch among them."""
+    for seed in range(12):
+        torch.manual_seed(seed)
+        model, engine = Slots(opened=torch.relu).double(), Ghost()
         engine.clipped_sum(model, F.cross_entropy, vectors(3, is_one=True), clip=Flat(0.2))
         assert any(PLACES in note for note in engine.fallbacks), seed
 

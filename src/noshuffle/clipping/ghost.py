@@ -62,12 +62,12 @@ from noshuffle.clipping.objective import (
 )
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
-from noshuffle.clipping.row_check import FormsFn, pair_in_place
+from noshuffle.clipping.row_check import FormsFn, pairs_in_place
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.trial_rows import first_rows, unlike_pair, usual
+from noshuffle.clipping.trial_rows import first_rows, usual
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
@@ -355,7 +355,7 @@ def _tried(
     forms_of = _forms_of(model, loss_fn, layers, layout)
     allowed = tried(model, loss_fn, batch, forms_of)
     few = first_rows(batch)
-    pair_in_place(model, forms_of, unlike_pair(take(few, usual(few))))
+    pairs_in_place(model, forms_of, take(few, usual(few)))
     notes = (allowed, tried_on_host(model, loss_fn, batch, forms_of))
     return layout, "; ".join(filter(None, notes))
 

@@ -32,7 +32,7 @@ from noshuffle.clipping.isolation_check import alone_still
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.look_runs import FIXED
 from noshuffle.clipping.objective import Batch, Loss, take
-from noshuffle.clipping.row_check import FormsFn, pair_in_place
+from noshuffle.clipping.row_check import FormsFn, pairs_in_place
 from noshuffle.clipping.statefulness import kept_tensors, put_back_after
 from noshuffle.clipping.trial_rows import first_rows, unlike_pair, usual
 from noshuffle.errors import Unsupported
@@ -114,11 +114,9 @@ def tried_on_host(
             for block in (lent(*owners), _by_few_threads(), _OnHost()):
                 stack.enter_context(block)
             alone_still(model, loss_fn, rows, seed=FIXED[0])
-            pair = unlike_pair(rows)
-            forms_of(
-                pair
-            )  # what does not run here is said, and not taken for a row that is refused
-            pair_in_place(model, forms_of, pair)
+            # What does not run here is said, and not taken for a row that is refused.
+            forms_of(unlike_pair(rows))
+            pairs_in_place(model, forms_of, rows)
     except NotNow:
         return ""
     except (NotByLayer, Unsupported):

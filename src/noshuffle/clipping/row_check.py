@@ -37,7 +37,15 @@ from noshuffle.clipping.look_runs import is_low, with_same_rng
 from noshuffle.clipping.objective import Batch, batch_size, take
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.statefulness import put_back_after
-from noshuffle.clipping.trial_rows import EXTREMES, cut_short, extremes, filled, finite_rows, usual
+from noshuffle.clipping.trial_rows import (
+    EXTREMES,
+    cut_short,
+    extremes,
+    filled,
+    finite_rows,
+    unlike_pair,
+    usual,
+)
 
 #: The forms of some rows, from the gradient of all losses or of those of the examples asked for.
 FormsFn = Callable[..., dict[str, list[GradientForm]]]
@@ -49,6 +57,8 @@ HALVES = 2
 _PLACE, _OTHERS = 1, [0, 2, 3]
 #: Extremes whose gradients may be finite, and numbers of a usual size that are below zero.
 FAR = (-1.0, *filter(math.isfinite, EXTREMES))
+#: Pairs that are shown where gates may be shut, and rows in which such are looked for.
+PAIRS, _LOOKED = 4, 8
 #: How far a norm may differ without a look at the whole batch, and in half precision.
 ROUGHLY, LOW = 0.05, 0.25
 
@@ -91,6 +101,27 @@ def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
         for asked in ([_PLACE], _OTHERS):
             with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
                 in_place(forms_of, rows, torch.tensor(asked, device="cpu"))
+
+
+def pairs_in_place(model: nn.Module, forms_of: FormsFn, rows: Batch) -> None:
+    """Raise Mixes unless rows are seen in their places in a pair of them, or in several.
+
+    The gate of an ordinary row may be shut, too (a ReLU), so that nothing is seen of the layers
+    behind it: where some rows have a gradient that others do not have, several are first.
+    """
+    size = batch_size(rows)
+    is_gated = _is_gated(model, forms_of, take(rows, slice(_LOOKED)))
+    for first in range(min(size, PAIRS) if is_gated else 1):
+        turned = (torch.arange(size, device="cpu") + first) % size
+        pair_in_place(model, forms_of, unlike_pair(take(rows, turned)))
+
+
+def _is_gated(model: nn.Module, forms_of: FormsFn, rows: Batch) -> bool:
+    """Whether a parameter has gradients of some rows, and none of others."""
+    with suppress(*REFUSALS), with_same_rng(model):
+        found = [squares(merge(forms)) > LEAST for forms in forms_of(rows).values()]
+        return any(bool(some.any()) and not bool(some.all()) for some in found)
+    return True
 
 
 def batch_in_place(
