@@ -664,6 +664,36 @@ def test_a_stream_that_a_second_pass_puts_together_anew_is_refused(tmp_path, rul
         made.train()
 
 
+class Sized(Endless):
+    """The same with a length, so that the Trainer goes on in the pass that it was in."""
+
+    def __init__(self, passes):
+        super().__init__()
+        self.passes = passes
+
+    def __len__(self):
+        return 24
+
+
+class StopAfterOnePass(transformers.TrainerCallback):
+    def on_epoch_end(self, args, state, control, **given):
+        control.should_training_stop = control.should_save = True
+
+
+@pytest.mark.parametrize("rule", [ns.SinglePass(12), ns.MinSeparation(12, 6, 2)])
+def test_a_second_pass_in_another_process_is_one(tmp_path, rule):
+    """A run that went on with it took its rows for new ones."""
+    args = arguments(tmp_path, max_steps=12)
+    args.train_sampling_strategy = "sequential"
+    own = {"plan": _fitted(rule, "tree", "example"), "clip_norm": 0.6, "run": tmp_path / "run"}
+    calls = [StopAfterOnePass()]
+    made = PrivateTrainer(gpt2(), args, train_dataset=Sized(0), callbacks=calls, **own)
+    made.train()
+    assert made.private.steps_released == 6
+    with pytest.raises(ParticipationViolation, match="the batch of step 6"):
+        PrivateTrainer(gpt2(), args, train_dataset=Sized(1), **own).train()
+
+
 def test_units_are_one_for_each_row(tmp_path):
     with pytest.raises(InvalidInput, match="whose each row of train_dataset is: 22, got 10"):
         trainer(tmp_path, units=list(range(10)))

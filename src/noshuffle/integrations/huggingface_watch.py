@@ -61,7 +61,7 @@ class TrainerWatch(transformers.TrainerCallback):
         """A run that goes on leaves out what was read of its first epoch."""
         trainer, is_first = self._trainer, self._is_first
         trainer._batches, self._is_first = 0, False
-        if not is_first:
+        if not is_first or (state.epoch or 0.0) >= 1.0:  # it may go on in a later one
             trainer.private.read_again()
         if is_first and has_places(trainer.train_dataset):
             steps = trainer.private.steps_done % steps_per_epoch(args, trainer.train_dataset)
