@@ -6,7 +6,8 @@ import os
 import signal
 import subprocess
 import sys
-from functools import cache
+from contextlib import nullcontext
+from functools import cache, partial
 from pathlib import Path
 
 import accelerate
@@ -15,10 +16,11 @@ import peft
 import pytest
 import torch
 import transformers
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 
 import noshuffle as ns
-from noshuffle.clipping import next_token
+from noshuffle.clipping import ModelLoss, next_token
 from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
@@ -29,6 +31,7 @@ from noshuffle.errors import (
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
 from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
 from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
+from noshuffle.integrations.huggingface_padding import refuse_padding
 from noshuffle.noise import test_source
 from noshuffle.training import privatize, verify
 
@@ -458,6 +461,34 @@ def test_padding_that_changes_results_is_refused(tmp_path, form):
         else:
             with pytest.raises(InvalidInput, match="padding changes results"):
                 made.train()
+
+
+class Sure(nn.Module):
+    """A loss that padding moves by its last digits: a model that is sure of its rows."""
+
+    def __init__(self, size, moved):
+        super().__init__()
+        self.weight, self.size, self.moved = nn.Parameter(torch.ones(1)), size, moved
+
+    def forward(self, input_ids, **rest):
+        return {"loss": self.weight.sum() * (self.size + self.moved * input_ids.shape[1])}
+
+
+@pytest.mark.parametrize(
+    ("size", "moved", "is_half", "is_fine"),
+    [
+        (1e-5, 1e-7, False, True),
+        (1e-5, 1e-3, False, False),
+        (2e-2, 1e-3, True, True),
+        (2e-2, 1e-1, True, False),
+    ],
+)
+def test_roundings_of_small_losses_are_no_padding(size, moved, is_half, is_fine):
+    loader = torch.utils.data.DataLoader(Ragged(), collate_fn=padded(has_mask=True))
+    autocast = partial(torch.autocast, "cpu", torch.bfloat16, enabled=is_half)
+    loss = ModelLoss(lambda model, batch: model(**batch)["loss"])
+    with nullcontext() if is_fine else pytest.raises(InvalidInput, match="padding changes results"):
+        refuse_padding(Sure(size, moved), loss, loader, autocast=autocast)
 
 
 class Seeds(transformers.TrainerCallback):

@@ -27,8 +27,9 @@ from noshuffle.training.rng import restore_rng, rng_state
 
 #: Rows that are looked at, beside some further on, and how many of them are asked for their loss.
 _FIRST, _TRIED = 32, 3
-#: Relative to the larger loss: in full precision, and in half.
-_TOLERANCE, _TOLERANCE_HALF = 1e-3, 5e-2
+#: Relative to the larger loss, and below which loss to that: in full precision, and in half. The
+#: loss of a row that a model is sure of is a small difference of what was rounded.
+_TOLERANCE, _TOLERANCE_HALF = (1e-3, 2e-2), (5e-2, 0.5)
 
 
 def refuse_padding(
@@ -62,7 +63,7 @@ def refuse_padding(
     try:
         model.eval()
         is_half = any(p.element_size() < 4 for p in model.parameters()) or _is_cast(autocast)
-        share = _TOLERANCE_HALF if is_half else _TOLERANCE
+        share, least = _TOLERANCE_HALF if is_half else _TOLERANCE
         places = sorted({*range(min(_FIRST, len(data))), *spread_places(data)})
         together = collated(places)
         if batch_size((together,)) != len(places) or not _are_alike(together, collated(places)):
@@ -72,7 +73,7 @@ def refuse_padding(
         differ = (pair for pair in rows if _shapes(pair[0]) != _shapes(pair[1]))
         for padded, alone in islice(differ, _TRIED):
             long, short = loss(padded), loss(alone)
-            if abs(long - short) > share * max(abs(long), abs(short)):
+            if abs(long - short) > share * max(abs(long), abs(short), least):
                 found = long, short
     except Exception:  # whatever a model or a collator raises
         return
