@@ -91,6 +91,7 @@ def fit_model(
     length = _length(private, batches, steps_per_epoch)
     if length and repeats_rows(batches) and not private._parts.drop:
         advice = f"fit the plan for Epochs(epochs={total}, steps_per_epoch={length})"
+        advice += ", or give rows that are others, such as further files, as one pass of batches"
         refuse_passes(private.plan, steps=total * length, per_pass=length, advice=advice)
     if scheduler is not None:
         private.attach(scheduler=scheduler)
