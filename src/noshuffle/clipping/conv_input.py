@@ -29,6 +29,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from noshuffle.clipping import conv_pairs
 from noshuffle.clipping.forwards import forward_by
 from noshuffle.clipping.products import rounds_convolutions
 from noshuffle.clipping.statefulness import is_wrapped
@@ -92,6 +93,8 @@ def input_gradient(layer: Any, weight: Tensor, g: Tensor, sizes: Sequence[int]) 
     ]
     most = max(1, MOST_AT_ONCE * len(g) // max(1, g.numel()))
     phases = list(product(*by_axis))
+    if (found_by := _by_pairs(layer, weight, g, sizes)) is not None:
+        return found_by
     is_dense = set(layer.stride) == {1}  # every input sees a tap
     is_whole, new = len(g) <= most and is_dense, g.new_empty if is_dense else g.new_zeros
     out: Tensor | None = None if is_whole else new(len(g), layer.in_channels, *sizes)
@@ -109,6 +112,18 @@ def input_gradient(layer: Any, weight: Tensor, g: Tensor, sizes: Sequence[int]) 
             out[(slice(begin, begin + most), *inputs)] = found
     assert out is not None
     return out
+
+
+def _by_pairs(layer: Any, weight: Tensor, g: Tensor, sizes: Sequence[int]) -> Tensor | None:
+    """The same on tensor cores, where a kernel has it."""
+    if len(sizes) != 2 or layer.groups != 1 or set(layer.stride) != {1}:
+        return None
+    how = zip(layer.kernel_size, layer.padding, layer.dilation)
+    border = [d * (k - 1) - p for k, p, d in how]
+    padding, dilation = (border[0], border[1]), (layer.dilation[0], layer.dilation[1])
+    if not conv_pairs.is_work(g, layer.in_channels, layer.kernel_size, padding):
+        return None
+    return conv_pairs.by_pairs(g, turned(weight, 1), padding=padding, dilation=dilation)
 
 
 def run_as(layer: Any, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
