@@ -323,3 +323,39 @@ def test_batch_and_momentum_of_each_line_are_chosen_by_held_out_rows() -> None:
         "92.00 (1 trial) against 93.00 (1 trial) (mnist_large/blt_heavy, mnist/amplified)" in first
     )
     assert second.startswith("NOT TESTED")
+
+
+def test_several_seeds_on_held_out_rows_choose_where_every_option_has_them() -> None:
+    def runs(*accuracies: float) -> dict[str, Any]:
+        common = {"epsilon": 1.0, "learning_rate": 0.1}
+        return {"runs": [{**common, "accuracy": value} for value in accuracies]}
+
+    results = {
+        "mnist/blt/search/0": runs(0.95),  # the better one by a single seed
+        "mnist/blt/final/0-0": runs(0.96),
+        "mnist/blt/choice/1-0": runs(0.90, 0.91),
+        "mnist/more/search/0": runs(0.90),
+        "mnist/more/final/0-0": runs(0.97),
+    }
+    options = [("mnist", "blt"), ("mnist", "more")]
+    assert accuracy.best_held_out(results, options)[1.0][1] == "blt"
+    results["mnist/more/choice/1-0"] = runs(0.92, 0.93)
+    task, line, point = accuracy.best_held_out(results, options)[1.0]
+    assert (task, line, point.values) == ("mnist", "more", (0.97,))  # test figures choose nothing
+
+
+def test_trials_by_held_out_rows_see_no_test_rows() -> None:
+    group = {"task": "mnist", "lines": ["tree"], "trials": [1, 2], "epsilons": [2.0]}
+    settings = {**SETTINGS, "groups": [{**group, "by_held_out": True}]}
+    found = {cell.key: cell for cell in accuracy.cells(Request(settings=settings))}
+    *searches, choice = found
+    assert (choice, found[choice].needs) == ("mnist/tree/choice/1-0", tuple(searches))
+    run = {"epsilon": 2.0, "learning_rate": 0.1, "accuracy": 0.5}
+    with pytest.MonkeyPatch.context() as patch:
+        seen: list[Any] = []
+        patch.setattr(
+            "noshuffle.experiments.train_lines.train",
+            lambda task, line, runs, asked, is_search: seen.append((runs, is_search)),
+        )
+        found[choice].work({"mnist/tree/search/0": {"runs": [run]}})
+    assert seen == [([(2.0, 0.1, 1), (2.0, 0.1, 2)], True)]

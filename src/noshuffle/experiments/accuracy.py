@@ -4,6 +4,7 @@
                           of a group with an ε of its own, i counts from its place in the task's
     TASK/LINE/widen       the same one factor outwards, where an end of the grid had won (`/i`, too)
     TASK/LINE/final/t-i   test accuracy per ε and trial, at the chosen rate
+    TASK/LINE/choice/t-i  the same on held-out training rows: what chooses among lines
 
 `python -m noshuffle.experiments.accuracy FIGURE …` fits what these cells need into the file that
 ships. No state.
@@ -102,9 +103,13 @@ class _LineCells:
     def finals(
         self, epsilons: Sequence[float], trials: Sequence[int], needs: tuple[str, ...]
     ) -> list[Cell]:
+        """What is trained at the chosen rates, by test rows or held-out ones."""
         runs = [(epsilon, 0.0, trial) for epsilon in epsilons for trial in trials]
+        name, share = ("choice", 0.9) if self.group.by_held_out else ("final", 1.0)
         return [
-            self._cell(f"final/{trials[0]}-{place}", partial(self._final, part), len(part), needs)
+            self._cell(
+                f"{name}/{trials[0]}-{place}", partial(self._final, part), share * len(part), needs
+            )
             for place, part in enumerate(_parts(runs, self.task.most), start=self.first)
         ]
 
@@ -140,7 +145,7 @@ class _LineCells:
     def _final(self, runs: Sequence[Run], results: Results) -> Any:
         grid, times = self._grid(results), self.group.rates_times
         chosen = [(e, _rounded(times * chosen_rate(grid, e)), trial) for e, _, trial in runs]
-        return self._train(chosen, results, is_search=False)
+        return self._train(chosen, results, is_search=self.group.by_held_out)
 
 
 def _parts(runs: Sequence[Any], most: int) -> Iterator[Sequence[Any]]:
@@ -198,13 +203,22 @@ class Point:
 
 def curve(results: Results, task: str, line: str, *, of: str = "accuracy") -> dict[float, Point]:
     """Test accuracy by ε; a KeyError that names what is missing if there is none."""
+    if found := _points(results, f"{task}/{line}/final/", of):
+        return found
+    raise KeyError(f"{task}/{line}")
+
+
+def _choices(results: Results, task: str, line: str) -> dict[float, Point]:
+    """Held-out accuracy by ε at the chosen rate, where several seeds were trained for it."""
+    return _points(results, f"{task}/{line}/choice/", "accuracy")
+
+
+def _points(results: Results, head: str, of: str) -> dict[float, Point]:
     found: dict[float, list[Mapping[str, Any]]] = {}
     for key in sorted(results):
-        if key.startswith(f"{task}/{line}/final/"):
+        if key.startswith(head):
             for run in results[key]["runs"]:
                 found.setdefault(run["epsilon"], []).append(run)
-    if not found:
-        raise KeyError(f"{task}/{line}")
     return {
         epsilon: Point(epsilon, tuple(run[of] for run in runs), runs[0]["learning_rate"])
         for epsilon, runs in sorted(found.items())
@@ -214,17 +228,39 @@ def curve(results: Results, task: str, line: str, *, of: str = "accuracy") -> di
 def best_held_out(
     results: Results, options: Iterable[tuple[str, str]]
 ) -> dict[float, tuple[str, str, Point]]:
-    """By ε, the task and line that was best on held-out rows, and its test accuracy."""
-    found: dict[float, tuple[float, str, str, Point]] = {}
+    """By ε, the task and line that was best on held-out rows, and its test accuracy.
+
+    By the mean of their `choice` where all of them have one, else by the best of their searches: a
+    single seed, which cannot tell apart what is a deviation apart.
+    """
+    found: dict[float, dict[tuple[str, str], _Option]] = {}
     for task, line in options:
         if not any(key.startswith(f"{task}/{line}/final/") for key in results):
             continue
         grid, points = search_grid(results, task, line), curve(results, task, line)
+        means = {e: point.mean for e, point in _choices(results, task, line).items()}
         for epsilon in (e for e in points if e in grid):
-            score = max(grid[epsilon].values())
-            if epsilon not in found or score > found[epsilon][0]:
-                found[epsilon] = (score, task, line, points[epsilon])
-    return {epsilon: found[epsilon][1:] for epsilon in sorted(found)}
+            one = _Option(max(grid[epsilon].values()), means.get(epsilon), points[epsilon])
+            found.setdefault(epsilon, {})[task, line] = one
+    return {
+        epsilon: (*(best := _best(found[epsilon])), found[epsilon][best].point)
+        for epsilon in sorted(found)
+    }
+
+
+@dataclass(frozen=True)
+class _Option:
+    """A line that may be chosen: held-out accuracy of its search and its choice, and in the end."""
+
+    searched: float
+    choice: float | None
+    point: Point
+
+
+def _best(options: Mapping[tuple[str, str], _Option]) -> tuple[str, str]:
+    means = {key: one.choice for key, one in options.items() if one.choice is not None}
+    scores = means if len(means) == len(options) else {k: o.searched for k, o in options.items()}
+    return max(scores, key=lambda key: scores[key])
 
 
 def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterator[str]:
@@ -234,7 +270,9 @@ def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterato
         for line in (one for one in group.lines if one.fit):
             whole = task.rows or rows[task.stands_in or task.data]
             searched = () if group.rates_of else group.search or task.search
-            for size, epsilons in ((whole - task.held_out, searched), (whole, group.epsilons)):
+            part = whole - task.held_out
+            trained = part if group.by_held_out else whole
+            for size, epsilons in ((part, searched), (trained, group.epsilons)):
                 epochs, per_epoch = task.layout(size, line.times)
                 rate = task.batch * line.times / size
                 for epsilon in epsilons:

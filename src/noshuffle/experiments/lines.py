@@ -4,7 +4,8 @@
     line     a mechanism, its momentum, how many times the batch
     group    lines × ε × trials on a task, in the order in which cells are computed; its rates are
              searched at the task's ε, or at some of them (`search`), or are those of another line
-             of the task (`rates_of`) by a factor (`rates_times`)
+             of the task (`rates_of`) by a factor (`rates_times`); `by_held_out`: its trials are
+             scored on held-out training rows, and choose among lines
 
 No state.
 """
@@ -85,6 +86,8 @@ class Group:
     #: The line whose rates are taken, none if they are searched, and by which factor.
     rates_of: StudyLine | None = None
     rates_times: float = 1.0
+    #: Whether held-out training rows score its trials, instead of test rows.
+    by_held_out: bool = False
 
 
 def groups(settings: Mapping[str, Any]) -> list[Group]:
@@ -110,6 +113,7 @@ def groups(settings: Mapping[str, Any]) -> list[Group]:
                 search=tuple(record.get("search", ())),
                 rates_of=lines.get(record.get("rates_of", "")),
                 rates_times=float(record.get("rates_times", 1.0)),
+                by_held_out=bool(record.get("by_held_out", False)),
             )
         )
     for task in tasks.values():
