@@ -6,9 +6,11 @@ import json
 import re
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from matplotlib import pyplot
+from matplotlib.figure import Figure
 
 from noshuffle.cli import main
 from noshuffle.plan import Plan
@@ -95,16 +97,16 @@ def test_an_audit_picture_has_no_offset_on_its_axis(monkeypatch: pytest.MonkeyPa
     part = {"kind": "plan", "answer": "HOLDS", "stops": stops, "mechanism": "m", "delta": 1e-5,
             "participation": "p", "left_out": None}  # fmt: skip
     seen = []
-    close = pyplot.close
+    save = Figure.savefig
 
-    def look(figure: object) -> None:
-        for axes in figure.axes:  # type: ignore[attr-defined]
+    def look(figure: Figure, *given: Any, **more: Any) -> None:
+        save(figure, *given, **more)
+        for axes in figure.axes:
             seen.append(
                 (axes.get_ylabel(), axes.yaxis.get_offset_text().get_text(), axes.get_ylim())
             )
-        close(figure)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pyplot, "close", look)
+    monkeypatch.setattr(Figure, "savefig", look)
     section({"answer": "HOLDS", "parts": [part]})
     ((_, offset, (low, high)),) = [one for one in seen if "emitted" in one[0]]
     assert not offset
@@ -120,16 +122,16 @@ def test_plans_without_an_end_have_no_of(run: RunRecord) -> None:
 
 def test_ticks_of_a_plan_are_written_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    close = pyplot.close
+    save = Figure.savefig
 
-    def look(figure: object) -> None:
-        for axes in figure.axes:  # type: ignore[attr-defined]
+    def look(figure: Figure, *given: Any, **more: Any) -> None:
+        save(figure, *given, **more)
+        for axes in figure.axes:
             for axis in (axes.xaxis, axes.yaxis):
                 ticks = [*axis.get_ticklabels(), *axis.get_ticklabels(minor=True)]
                 said.extend(tick.get_text() for tick in ticks)
-        close(figure)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(pyplot, "close", look)
+    monkeypatch.setattr(Figure, "savefig", look)
     line = f"plan --steps 32 --target-epsilon 1 --mechanism tree --plot {tmp_path / 'plan.svg'}"
     assert main(line.split()) == 0
     assert any(text.startswith("0.") for text in said)
@@ -153,3 +155,16 @@ def test_a_page_says_what_its_neighbours_differ_in(run: RunRecord, neighbours: s
         assert (words in text) != is_swap
     for words in ("took part or any other in its place", "which of two units took part"):
         assert (words in text) == is_swap
+
+
+def test_pictures_leave_the_backend_and_the_figures_of_the_user_alone(tmp_path: Path) -> None:
+    """A notebook's would show nothing any more."""
+    own = pyplot.figure()
+    with pyplot.rc_context({"backend": "svg"}):
+        was = pyplot.rcParams["backend"]
+        plots.learning_curve([{"step": n, "test_accuracy": 0.1 * n} for n in (1, 2, 3)])
+        line = f"plan --steps 32 --target-epsilon 1 --mechanism tree --plot {tmp_path / 'plan.svg'}"
+        assert main(line.split()) == 0
+        assert pyplot.rcParams["backend"] == was
+    assert pyplot.get_fignums() == [own.number]
+    pyplot.close(own)

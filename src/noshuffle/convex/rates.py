@@ -262,17 +262,13 @@ def table(curves: Sequence[Curve]) -> str:
 
 def draw(path: Path, curves: Sequence[Curve]) -> None:
     """One small log-log panel per curve: points, the fitted line, and the theory's direction."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot: its backend is the user's
 
     columns = min(4, len(curves))
     lines = -(-len(curves) // columns)
     size = (3.2 * columns, 2.6 * lines)
-    figure, grid = pyplot.subplots(
-        lines, columns, figsize=size, layout="constrained", squeeze=False
-    )
+    figure = Figure(figsize=size, layout="constrained")
+    grid = figure.subplots(lines, columns, squeeze=False)
     for axes in grid.ravel()[len(curves) :]:
         axes.set_visible(False)
     for axes, c in zip(grid.ravel(), curves):
@@ -296,4 +292,3 @@ def draw(path: Path, curves: Sequence[Curve]) -> None:
     for axes in grid[:, 0]:
         axes.set_ylabel("excess", fontsize=8)
     figure.savefig(path, dpi=130)
-    pyplot.close(figure)

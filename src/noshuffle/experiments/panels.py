@@ -33,9 +33,7 @@ def panels(
 ) -> Iterator[list[Any]]:
     """The axes of a grid, row by row; the picture is written when the block ends."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure  # not pyplot: its backend is the user's
 
     look: Any = {
         "font.size": 8,
@@ -43,25 +41,16 @@ def panels(
         "axes.titlesize": 9,
         "svg.hashsalt": path.stem,
     }
-    with pyplot.rc_context(look):
-        figure, grid = pyplot.subplots(
-            rows,
-            columns,
-            figsize=(size[0] * columns, size[1] * rows),
-            layout="constrained",
-            squeeze=False,
-        )
-        axes = list(grid.ravel())
+    with matplotlib.rc_context(look):
+        figure = Figure(figsize=(size[0] * columns, size[1] * rows), layout="constrained")
+        axes = list(figure.subplots(rows, columns, squeeze=False).ravel())
         for one in axes:
             one.grid(alpha=0.25)
-        try:
-            yield axes
-            for one in axes:
-                one.set_visible(one.has_data())
-            is_dated = path.suffix == ".svg"  # which would be another file each time
-            figure.savefig(path, dpi=130, metadata={"Date": None} if is_dated else None)
-        finally:
-            pyplot.close(figure)
+        yield axes
+        for one in axes:
+            one.set_visible(one.has_data())
+        is_dated = path.suffix == ".svg"  # which would be another file each time
+        figure.savefig(path, dpi=130, metadata={"Date": None} if is_dated else None)
 
 
 def legend_below(axes: Any, *, columns: int = 2) -> None:

@@ -59,13 +59,12 @@ def rendered(draw: Callable[[Axes], None]) -> str:
 def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form: Any) -> None:
     """What is put on fresh axes, into a file as `savefig` does; its suffix decides, or `form`."""
     import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure as Picture  # not pyplot: its backend is the user's
 
     settings: Any = {"svg.hashsalt": "noshuffle", "font.size": 10, "axes.edgecolor": MUTED}
     with matplotlib.rc_context(settings):
-        figure, axes = pyplot.subplots(figsize=(5.4, 3.1), layout="constrained")
+        figure = Picture(figsize=(5.4, 3.1), layout="constrained")
+        axes = figure.subplots()
         axes.spines[["top", "right"]].set_visible(False)
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)  # else the grid lies over bars
@@ -73,7 +72,6 @@ def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form:
         is_svg = form.get("format") == "svg" or str(file).endswith(".svg")
         with every_glyph(figure, is_svg=is_svg):
             figure.savefig(file, **form)
-        pyplot.close(figure)
 
 
 def spread(last: int, *, most: int) -> list[int]:

@@ -87,12 +87,10 @@ def draw_plan(
     path: Path, rows: Sequence[MechanismRow], *, population: int | None, batch_size: int | None
 ) -> None:
     """Write both pictures into one file (PNG, SVG or PDF by its suffix)."""
-    import matplotlib
+    from matplotlib.figure import Figure  # not pyplot: its backend is the user's
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (left, right) = pyplot.subplots(1, 2, figsize=(12, 4.4))
+    figure = Figure(figsize=(12, 4.4))
+    left, right = figure.subplots(1, 2)
     figure.subplots_adjust(left=0.07, right=0.9, wspace=0.42, top=0.9, bottom=0.13)
     shown = _few(rows)
     colours = {row.name: colour for row, colour in zip(shown, _COLOURS)}
@@ -144,4 +142,3 @@ def draw_plan(
         figure.savefig(path, dpi=150)
     except OSError as problem:
         raise InvalidInput(f"{path} could not be written: {problem}") from None
-    pyplot.close(figure)
