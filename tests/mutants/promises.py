@@ -112,7 +112,7 @@ PROMISES = (
     ),
     Mutant(
         "only one direction of Poisson sampling",
-        "accounting/fourier.py",
+        "accounting/releases.py",
         '"both": ("remove", "add"),',
         '"both": ("add",),',
         ("tests/accounting/test_fourier.py", "tests/accounting/test_accounting_oracles.py"),

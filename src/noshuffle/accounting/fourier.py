@@ -16,8 +16,7 @@ divided after it, with λ at the saddle point, which makes small δ as accurate 
                     added or removed; noise_multiplier always counts the noise in one clip norm
 
 The grid follows from the steps (`grid=None`); memory is bounded whatever their number. At small
-rates rare, large losses are added up apart (`rare_losses`). Releases of any other mechanism, by
-their losses or by a few points of their curve, compose with these (`AnyRelease`, `atoms`).
+rates rare, large losses are added up apart (`rare_losses`). What is composed: `releases`.
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 3)
 1.828
@@ -28,14 +27,14 @@ their losses or by a few points of their curve, compose with these (`AnyRelease`
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
 
-from noshuffle.accounting import fixed_size, gaussian, rare_losses
-from noshuffle.accounting.atoms import Atoms, Blend, truncated_pairs
+from noshuffle.accounting import gaussian, rare_losses
+from noshuffle.accounting.atoms import Atoms
 from noshuffle.accounting.coarse_bounds import TWICE, coarse_epsilon
 from noshuffle.accounting.loss_sum import (
     Block,
@@ -45,150 +44,26 @@ from noshuffle.accounting.loss_sum import (
     epsilon_of,
     scout_of,
 )
-from noshuffle.accounting.mixture import (
-    Joined,
-    Pair,
-    add_pair,
-    mixture_pairs,
-    remove_pair,
-    replace_pair,
-)
+from noshuffle.accounting.releases import COMMON, RECORDS, SIDES
+from noshuffle.accounting.releases import AnyRelease as AnyRelease
+from noshuffle.accounting.releases import MixtureRelease as MixtureRelease
+from noshuffle.accounting.releases import PoissonRelease as PoissonRelease
+from noshuffle.accounting.releases import Record as Record
+from noshuffle.accounting.releases import TruncatedRelease as TruncatedRelease
 from noshuffle.errors import (
     InvalidInput,
     instance_of,
     non_negative,
-    number_tuple,
     one_of,
     open_unit,
     positive,
     record_list,
-    unit_rate,
-    whole,
 )
 
 BOUNDS = ("upper", "lower")
-#: The sides of each direction, the larger of which counts.
-_SIDES: dict[str, tuple[str, ...]] = {
-    "both": ("remove", "add"),
-    "remove": ("remove",),
-    "add": ("add",),
-    "replace": ("replace",),
-    "fixed": ("fixed",),
-    "fixed-zero": ("fixed-zero remove", "fixed-zero add"),
-    "fixed-add-remove": ("fixed remove", "fixed add"),
-}
-DIRECTIONS = tuple(_SIDES)
-#: Directions that several kinds of releases have; all others are those of `PoissonRelease`.
-_COMMON = ("both", "remove", "add")
+DIRECTIONS = tuple(SIDES)
 #: How much coarser the grid is that shows that a direction is not the larger one.
 _COARSE = 8.0
-_PAIRS: dict[str, Callable[..., Pair | Joined]] = {
-    "remove": remove_pair,
-    "add": add_pair,
-    "replace": replace_pair,
-    "fixed": fixed_size.replaced_pair,
-    "fixed-zero remove": fixed_size.zeroed_pair,
-    "fixed-zero add": fixed_size.unzeroed_pair,
-    "fixed remove": fixed_size.removed_pair,
-    "fixed add": fixed_size.added_pair,
-}
-
-
-@dataclass(frozen=True)
-class PoissonRelease:
-    """`steps` equal steps, each on a sample of rate `rate` (of a fixed size, if "fixed")."""
-
-    noise_multiplier: float
-    rate: float
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        positive(noise_multiplier=self.noise_multiplier)
-        unit_rate(rate=self.rate)
-        whole(steps=self.steps)
-        object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
-        object.__setattr__(self, "rate", float(self.rate))
-
-    def pair(self, side: str) -> Pair | Joined:
-        """One step, seen from this side."""
-        return _PAIRS[side](noise_multiplier=self.noise_multiplier, rate=self.rate)
-
-
-@dataclass(frozen=True)
-class MixtureRelease:
-    """`steps` equal steps that move the sum by sensitivities[i] with probability weights[i]."""
-
-    noise_multiplier: float
-    sensitivities: tuple[float, ...]
-    weights: tuple[float, ...]
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        whole(steps=self.steps)
-        for name in ("sensitivities", "weights"):
-            object.__setattr__(self, name, number_tuple(**{name: getattr(self, name)}))
-        self.pair("remove")  # checks the numbers
-        object.__setattr__(self, "noise_multiplier", float(self.noise_multiplier))
-
-    def pair(self, side: str) -> Pair:
-        """One step, seen from this side."""
-        remove, add = mixture_pairs(
-            noise_multiplier=self.noise_multiplier,
-            sensitivities=self.sensitivities,
-            weights=self.weights,
-        )
-        return remove if side == "remove" else add
-
-
-@dataclass(frozen=True)
-class TruncatedRelease:
-    """`steps` equal steps, each on a Poisson sample that is cut to `cap` units."""
-
-    noise_multiplier: float
-    rate: float
-    cap: int
-    population: int
-    steps: int = 1
-    #: Whether the unit is zeroed out and keeps its place, instead of being added or removed.
-    is_zeroed: bool = False
-
-    def __post_init__(self) -> None:
-        whole(steps=self.steps)
-        self.pair("remove")  # checks the numbers
-
-    def pair(self, side: str) -> Blend:
-        """One step, seen from this side."""
-        remove, add = truncated_pairs(
-            noise_multiplier=float(self.noise_multiplier),
-            rate=float(self.rate),
-            cap=self.cap,
-            population=self.population,
-            is_zeroed=self.is_zeroed,
-        )
-        return remove if side == "remove" else add
-
-
-@dataclass(frozen=True, eq=False)
-class AnyRelease:
-    """`steps` equal mechanisms of any kind, by their losses (`atoms`) in the two directions."""
-
-    remove: Atoms
-    add: Atoms | None = None
-    steps: int = 1
-
-    def __post_init__(self) -> None:
-        whole(steps=self.steps)
-        instance_of(Atoms, remove=self.remove)
-        if self.add is not None:
-            instance_of(Atoms, add=self.add)
-
-    def pair(self, side: str) -> Atoms:
-        """One of them, seen from this side; the same from both if only one was given."""
-        return self.remove if side == "remove" or self.add is None else self.add
-
-
-Record = PoissonRelease | MixtureRelease | TruncatedRelease | AnyRelease
-_RECORDS = (PoissonRelease, MixtureRelease, TruncatedRelease, AnyRelease)
 
 
 @dataclass(frozen=True)
@@ -206,8 +81,8 @@ class Composed:
         if not self.releases:
             raise InvalidInput("releases must hold at least one PoissonRelease, got none")
         for release in self.releases:
-            instance_of(_RECORDS, releases=release)
-            if self.direction not in _COMMON and not isinstance(release, PoissonRelease):
+            instance_of(RECORDS, releases=release)
+            if self.direction not in COMMON and not isinstance(release, PoissonRelease):
                 raise InvalidInput(f"direction {self.direction!r} is for PoissonRelease only")
 
     def epsilon(self, *, delta: float, bound: str = "upper") -> float:
@@ -318,7 +193,7 @@ class Composed:
             return mu, [[]]
         if inverse_variance > 0:
             sampled[PoissonRelease(1 / math.sqrt(inverse_variance), 1.0)] = 1
-        sides = _SIDES[self.direction]
+        sides = SIDES[self.direction]
         return mu, [[(r.pair(side), n) for r, n in sampled.items()] for side in sides]
 
 
@@ -343,7 +218,7 @@ def compose(
     instance_of(Iterable, releases=releases)
     records: list[Record] = []
     for item in releases:
-        if isinstance(item, _RECORDS):
+        if isinstance(item, RECORDS):
             records.append(item)
         else:
             records += [PoissonRelease(*row) for row in record_list(3, releases=[item])]
