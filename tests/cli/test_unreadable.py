@@ -115,7 +115,7 @@ def test_what_its_owner_alone_may_read_is_named_as_not_checked(
                 raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
             return file_digest(path)
 
-        monkeypatch.setattr("noshuffle.release.verify.file_digest", digest)
+        monkeypatch.setattr("noshuffle.release.file_checks.file_digest", digest)
     else:
         unreadable(name, monkeypatch, errno.EACCES)
     verdict = verify.verify(kept)

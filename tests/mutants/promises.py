@@ -136,7 +136,7 @@ PROMISES = (
     ),
     Mutant(
         "a replaced model is PROVED",
-        "release/verify.py",
+        "release/file_checks.py",
         "elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):",
         'elif name := "":',
         VERIFY,

@@ -4,8 +4,7 @@ Everything is recomputed from the evidence, and every disagreement is one senten
 
     plan          canonical, and its hash is the one that ledger and statement were written under
     ledger        hash chain, facts, steps, units, keys (`evidence_checks`)
-    checkpoints   files equal to their digests in the ledger; noise state of this plan
-    files         equal to their digests in the ledger (config, metrics, report, …)
+    files         equal to their digests in the ledger; noise state of this plan (`file_checks`)
     statement     equal, field by field, to the one that plan, ledger and ancestors give, and about
                   a row that the ledger has
 
@@ -17,33 +16,24 @@ from __future__ import annotations
 import json
 import math
 import sqlite3
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Iterator
 from pathlib import Path
-from pickle import UnpicklingError
-from typing import Any, TypeVar
-
-import torch
+from typing import Any
 
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.noise.step_plan import fingerprint as recipe_name
-from noshuffle.release import checkpoint
 from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
 from noshuffle.release.facts import TEST_SEED, notes_of
-from noshuffle.release.files import as_json, file_digest, has_grown, read_json
+from noshuffle.release.file_checks import FILE_CHECKS, NOT_THERE, noise_state
+from noshuffle.release.files import as_json, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_errors import is_unreadable
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.other_folders import is_other, not_a_run
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
-from noshuffle.release.unfinished import is_half_sealed, refuse_unfinished
+from noshuffle.release.unfinished import refuse_unfinished
 from noshuffle.release.verdict import NOT_PRIVATE, Verdict
 from noshuffle.statement import of_stops
-
-Made = TypeVar("Made")
-#: A file that is gone, or something else in its place, is evidence; one that may not be read, none.
-_NOT_THERE = (FileNotFoundError, IsADirectoryError, NotADirectoryError)
 
 
 def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict:
@@ -71,7 +61,7 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     refuse_unfinished(run)
     try:
         plan = run.plan()
-    except (NoshuffleError, *_NOT_THERE, UnicodeDecodeError) as error:
+    except (NoshuffleError, *NOT_THERE, UnicodeDecodeError) as error:
         return Verdict(str(path), (f"plan.json cannot be read: {error}",))
     if run.plan_file.read_bytes() != plan.to_json().encode():
         refuted.append("plan.json is not in canonical form: it was edited")
@@ -79,19 +69,19 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         told: dict[str, Any] | None = {**read_json(run.statement_file)}
         if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
             refuted.append("statement.json is not as a run writes it: it was edited")
-    except (*_NOT_THERE, ValueError, TypeError) as error:
+    except (*NOT_THERE, ValueError, TypeError) as error:
         told = None
         refuted.append(f"statement.json cannot be read: {error}")
     try:
         evidence = Evidence(run.ledger_file)
-    except (sqlite3.DatabaseError, *_NOT_THERE) as error:
+    except (sqlite3.DatabaseError, *NOT_THERE) as error:
         if is_unreadable(error):
             raise
         return Verdict(str(path), (*refuted, f"ledger.sqlite cannot be read: {error}"))
     found = Found(run, plan, evidence, told, refuted=refuted)
     try:
         found.read_rows()
-        for check in (*LEDGER_CHECKS, _saved, _published, _forked, _head):
+        for check in (*LEDGER_CHECKS, *FILE_CHECKS, _head):
             found.refuted += check(found)
         found.refuted += _signature(found, wanted)
     except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError) as error:
@@ -101,14 +91,14 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
         return Verdict(str(path), tuple(found.refuted))
     finally:
         evidence.close()
-    found.refuted += _checkpoints(found)
+    found.refuted += noise_state(found)
     epsilon: float | None = None
     delta: float | None = None
     try:
         said = spent(plan, len(found.rows), ancestors=run.ancestors(), notes=notes_of(found.facts))
         found.refuted += _statement(found, json.loads(json.dumps(said.to_dict())))
         epsilon, delta = said.epsilon, said.delta
-    except (NoshuffleError, *_NOT_THERE, ValueError, KeyError, TypeError) as error:
+    except (NoshuffleError, *NOT_THERE, ValueError, KeyError, TypeError) as error:
         found.refuted.append(f"no statement follows from the evidence: {error}")
     return Verdict(
         str(path),
@@ -162,76 +152,6 @@ def _together(path: str, phases: list[Verdict]) -> Verdict:
     )
 
 
-def _unless_unreadable(
-    found: Found, path: Path, read: Callable[..., Made], *given: Any
-) -> Made | None:
-    """What `read` makes of a file; None, and noted as not checked, where it cannot be read."""
-    try:
-        return read(*given)
-    except _NOT_THERE:
-        raise
-    except OSError as error:
-        where = path.relative_to(found.run.path)
-        found.unchecked.append(f"{where}, which could not be read ({error.strerror or error})")
-        return None
-
-
-def _saved(found: Found) -> Iterator[str]:
-    """Files of checkpoints against their digests in the ledger."""
-    noted = {int(note["step"]): note["files"] for note in found.evidence.notes("checkpoint")}
-    paths = {checkpoint.step_of(path): path for path in checkpoint.saved(found.run.checkpoints)}
-    for step, path in paths.items():
-        if step not in noted:
-            yield f"the ledger does not know of the checkpoint {path.name}"
-        elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):
-            line = f"checkpoints/{path.name}/{name}"
-            if name == "state.pt" and is_half_sealed(found.evidence, found.run):
-                found.unchecked.append(f"{line}, which a killed seal has left (seal it once more)")
-            else:
-                yield f"{line} is not what was saved"
-    if noted and max(noted) not in paths:
-        found.unchecked.append(f"the checkpoint of step {max(noted)}, which is not in the folder")
-
-
-def _published(found: Found) -> Iterator[str]:
-    """The other files of the folder against their digests in the ledger; plan.json was compared."""
-    run = found.run
-    notes = found.evidence.notes("files")
-    told = notes[-1]["files"] if notes else {}
-    for name, (digest, size) in told.items():
-        path = run.path / name
-        if path == run.plan_file:
-            continue
-        if path == run.ancestors_file:
-            continue  # by all notes (`_forked`)
-        if not path.exists():
-            found.unchecked.append(f"{name}, which is not in the folder any more")
-        elif _unless_unreadable(found, path, file_digest, path) not in (digest, None):
-            if has_grown(path, digest, size):
-                line = f"lines of {name} that came after the last row of the ledger"
-                found.unchecked.append(line)
-            else:
-                yield f"{name} is not what the ledger says"
-    for name in (*(file.name for file in run.files()), *run.unknown()):
-        if name not in told and name != run.plan_file.name:
-            found.unchecked.append(f"{name}, which the ledger does not know of")
-    with suppress(NoshuffleError, ValueError, KeyError, TypeError):  # said with the statement
-        found.unchecked += run.before()  # another release from the same rows is in no ledger
-
-
-def _forked(found: Found) -> Iterator[str]:
-    """What a run was forked from is written once: every note of files must know the same of it.
-
-    By the newest alone, whoever removes the file and seals the run would have a smaller ε proved.
-    """
-    file = found.run.ancestors_file
-    noted = found.evidence.digests_of(file.name)
-    if noted and not file.exists():
-        yield f"{file.name} is not in the folder any more: the runs that this one adds up with"
-    elif noted and {_unless_unreadable(found, file, file_digest, file) or min(noted)} != noted:
-        yield f"{file.name} is not what the ledger says"
-
-
 def _head(found: Found) -> Iterator[str]:
     """The row that statement.json is about must be there."""
     rows, told = found.told_rows(), found.told
@@ -259,40 +179,6 @@ def _signature(found: Found, public_key: bytes | None) -> Iterator[str]:
         yield wrong
     elif public_key is None:
         found.unchecked.append("whose signature it is (give public_key=)")
-
-
-def _state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
-def _checkpoints(found: Found) -> Iterator[str]:
-    """The noise that a saved state goes on with must be that of the plan."""
-    saved, plan = checkpoint.saved(found.run.checkpoints), found.plan
-    if not saved:
-        return
-    where = saved[-1].name
-    try:
-        state = _unless_unreadable(found, saved[-1], _state, saved[-1] / "state.pt")
-        if state is None:
-            return
-        noise = state.get("noise")
-        bound = ("plan", "key", "batch_size")
-        told: dict[str, str] = {name: str(state[name]) for name in bound if name in state}
-    except (*_NOT_THERE, EOFError, RuntimeError, UnpicklingError) as error:
-        yield f"{where}/state.pt cannot be read ({type(error).__name__})"
-        return
-    for name, said in told.items():
-        if said != found.facts.get(name):
-            yield f"{where} was saved with {name} = {said}, the ledger says {found.facts.get(name)}"
-    own = {
-        "recipe": recipe_name(plan.strategy.recipe(plan.steps)),
-        "scale": float(found.facts.get("noise_scale") or "nan"),
-        "horizon": plan.steps,
-    }
-    for name, planned in own.items():
-        if noise is not None and noise.get(name) != planned:
-            yield f"{where} goes on with noise of another {name} than the plan's"
 
 
 #: What statement.json holds beside the statement itself.
