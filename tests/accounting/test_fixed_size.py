@@ -9,7 +9,7 @@ import math
 import numpy as np
 import pytest
 
-from noshuffle.accounting import fixed_size, fourier, loss_distribution, mixture
+from noshuffle.accounting import fixed_size, fourier, loss_cells, loss_distribution, mixture
 
 X = np.linspace(-14, 14, 5601)
 WIDTH = float(X[1] - X[0])
@@ -177,7 +177,7 @@ def test_grids_lie_about_the_curve(make, noise: float, rate: float) -> None:
     assert float(high.mass @ np.exp(-high.losses)) <= 1 + 1e-9
     for epsilon in (-0.9 * top, -0.3 * top, 0.0, 0.3 * top, 2 * top):
         part = pair.over if epsilon >= 0 else pair.under
-        x = np.linspace(*loss_distribution.support(part, 1e-18), 100_001)
+        x = np.linspace(*loss_cells.support(part, 1e-18), 100_001)
         gain = np.maximum(-np.expm1(np.minimum(epsilon - part.loss(x), 0.0)), 0.0)
         true = float(part.density(x) @ gain) * float(x[1] - x[0])
         assert curve(low, epsilon) <= true * (1 + 1e-6) + 1e-12

@@ -14,6 +14,7 @@ from scipy.special import log_ndtr
 from noshuffle.accounting import (
     fourier,
     gaussian,
+    loss_cells,
     loss_distribution,
     loss_sum,
     mixture,
@@ -25,7 +26,7 @@ from noshuffle.errors import InvalidInput
 
 def hockey_stick(pair: mixture.Pair, epsilons: Sequence[float]) -> list[float]:
     """δ(ε) of one step by a fine sum over outcomes, at every ε."""
-    low, high = loss_distribution.support(pair, 1e-18)
+    low, high = loss_cells.support(pair, 1e-18)
     x = np.linspace(low, high, 400_001)
     loss, density = pair.loss(x), pair.density(x)
     above = [loss > epsilon for epsilon in epsilons]  # all others have a gain of zero

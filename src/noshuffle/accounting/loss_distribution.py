@@ -6,16 +6,14 @@ with x. The curve H(γ) = Σ (P − γQ)₊ at γ = e^ε is convex, and a grid d
 ε_j = anchor + jh is a piecewise linear curve with its kinks at γ_j:
 
     above   the chords of H. In every cell the masses of P and of Q are kept and moved to its
-            two ends ("connect the dots", Doroshenko et al., 2022). What lies beyond the last
-            grid point is an atom at infinity.
+            two ends (`loss_cells`). What lies beyond the last grid point is an atom at infinity.
     below   H lowered at the grid points by at least the largest distance between chord and H in
             the two cells beside, then the greatest convex minorant. The tails are dropped.
 
 Above a `cap` the grid may widen (a thousandth of the loss a cell): those atoms are `jumps`, which
 `rare_losses` adds up apart.
 
-A curve above (below) H gives, composed, a curve above (below) the composed one. Cell masses come
-from Gauss–Legendre sums over positive densities, so that the far tails keep their digits. No state.
+A curve above (below) H gives, composed, a curve above (below) the composed one. No state.
 
 >>> from noshuffle.accounting.mixture import remove_pair
 >>> g = above(remove_pair(noise_multiplier=1.0, rate=0.1), step=0.01, tail=1e-12)
@@ -26,24 +24,17 @@ from Gauss–Legendre sums over positive densities, so that the far tails keep t
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import isotonic_regression
-from scipy.special import log_ndtr, logsumexp, ndtr, ndtri_exp
+from scipy.special import logsumexp
 
 from noshuffle.accounting.atoms import Atoms, Blend, Loss
-from noshuffle.accounting.mixture import Joined, Pair
-from noshuffle.errors import InvalidInput
+from noshuffle.accounting.loss_cells import Cells, cells_of, support
+from noshuffle.accounting.mixture import Joined
 
 Array = np.ndarray
-
-#: Smaller tails than this cannot be told from zero in a float.
-SMALLEST_TAIL = 1e-300
-#: A finer grid is refused: it would not fit in memory.
-_MOST_CELLS = 2**24
-_NARROW = np.polynomial.legendre.leggauss(3)
-_WIDE = np.polynomial.legendre.leggauss(12)
 
 
 @dataclass(frozen=True)
@@ -77,7 +68,7 @@ def above(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     Guarantees: δ(ε) of the result, and of any composition of it, is not below the truth but for
     rounding of the masses (1e-13 relative).
     """
-    cells = _cells(pair, step, tail, cap)
+    cells = cells_of(pair, step, tail, cap)
     mass = np.zeros(len(cells.left) + 1)
     mass[:-1] += cells.left
     mass[1:] += cells.right
@@ -85,7 +76,7 @@ def above(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     return _split(pair.anchor, step, cells, mass, cells.beyond)
 
 
-def _split(anchor: float, step: float, cells: _Cells, mass: Array, infinity: float) -> GridLoss:
+def _split(anchor: float, step: float, cells: Cells, mass: Array, infinity: float) -> GridLoss:
     """Masses at the points of the cells: those on the grid, and the jumps beyond its cap."""
     n = min(cells.fine, len(mass))
     jumps = (cells.points[n : len(mass)], mass[n:])
@@ -103,7 +94,7 @@ def below(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     Guarantees: δ(ε) of the result, and of any composition of it, is not above the truth but for
     rounding. A grid too coarse to say anything gives the pair of two equal distributions.
     """
-    cells = _cells(pair, step, tail, cap)
+    cells = cells_of(pair, step, tail, cap)
     n, losses = len(cells.left), cells.points
     if losses[-1] > 600:  # e^loss would overflow: drop what lies above, which only lowers δ
         n = max(1, int(np.searchsorted(losses, 600.0)) - 1)
@@ -149,7 +140,7 @@ def merged(pair: Loss, *, cap: float, tail: float) -> tuple[Array, Array]:
     Guarantees: what an attacker sees who looks at outcomes through these cells; δ is never above
     the truth, nor is that of any composition.
     """
-    cells = _cells(pair, cap / 64, tail, cap)
+    cells = cells_of(pair, cap / 64, tail, cap)
     mass = cells.left + cells.right
     other = cells.left * np.exp(-cells.points[:-1]) + cells.right * np.exp(-cells.points[1:])
     n = cells.fine - 1
@@ -158,42 +149,6 @@ def merged(pair: Loss, *, cap: float, tail: float) -> tuple[Array, Array]:
     other = np.append(1 - other[n:].sum(), other[n:])
     kept = mass > 0
     return np.log(mass[kept] / other[kept]), mass[kept]
-
-
-@dataclass(frozen=True)
-class _Cells:
-    """P-mass that each cell sends to its left and right end, and what lies outside the cells.
-
-    The first `fine` of the points are anchor + (start + j)·step.
-    """
-
-    start: int
-    left: Array
-    right: Array
-    below: float
-    beyond: float
-    points: Array
-    fine: int
-
-
-def support(pair: Pair, tail: float) -> tuple[float, float]:
-    """x-interval outside which P has at most `tail` on either side."""
-    z = -float(ndtri_exp(math.log(max(tail, SMALLEST_TAIL))))
-    means = [m for _, m in pair.upper]
-    return min(means) - z * pair.sigma, max(means) + z * pair.sigma
-
-
-def loss_range(pair: Loss, tail: float) -> tuple[float, float]:
-    """The losses at the ends of what is put on the grid."""
-    if isinstance(pair, Joined):
-        return loss_range(pair.under, tail)[0], loss_range(pair.over, tail)[1]
-    if isinstance(pair, Blend):
-        found = [loss_range(part, tail) for _, part in pair.parts]
-        return min(low for low, _ in found), max(high for _, high in found)
-    if isinstance(pair, Atoms):
-        return float(pair.losses.min()), float(pair.losses.max())
-    ends = pair.loss(np.clip(support(pair, tail), *pair.within))
-    return float(ends[0]), float(ends[1])
 
 
 def outline(pair: Loss, tail: float, points: int = 801) -> tuple[Array, Array]:
@@ -219,109 +174,3 @@ def outline(pair: Loss, tail: float, points: int = 801) -> tuple[Array, Array]:
     with np.errstate(divide="ignore"):
         log_p = np.log(pair.density(x))
     return pair.loss(x), log_p - logsumexp(log_p)
-
-
-def _joined_cells(pair: Joined, step: float, tail: float, cap: float) -> _Cells:
-    """Cells below 0 of one part, cells above of the other, and the atom at 0 between them."""
-    over, under = _cells(pair.over, step, tail, cap), _cells(pair.under, step, tail, math.inf)
-    left, right = (
-        np.concatenate([below[: -under.start], above[-over.start :]])
-        for below, above in ((under.left, over.left), (under.right, over.right))
-    )
-    atom = 1 - under.below - over.beyond - float(left.sum() + right.sum())
-    left[-under.start] += max(atom, 0.0)
-    points = np.append(under.points[: -under.start], over.points[-over.start :])
-    fine = over.fine + over.start - under.start
-    return _Cells(under.start, left, right, under.below, over.beyond, points, fine)
-
-
-def _blended_cells(pair: Blend, step: float, tail: float) -> _Cells:
-    """All parts on the grid of the first, with their weights."""
-    parts = [
-        (weight, _cells(replace(part, anchor=pair.anchor), step, tail, math.inf))
-        for weight, part in pair.parts
-    ]
-    start = min(cells.start for _, cells in parts)
-    size = max(cells.start + len(cells.left) for _, cells in parts) - start
-    left, right = np.zeros(size), np.zeros(size)
-    for weight, cells in parts:
-        at = slice(cells.start - start, cells.start - start + len(cells.left))
-        left[at] += weight * cells.left
-        right[at] += weight * cells.right
-    # raised to the first point of the part itself, which is not below the first of all
-    for weight, cells in parts:
-        left[cells.start - start] += weight * cells.below
-    beyond = sum(weight * cells.beyond for weight, cells in parts)
-    points = pair.anchor + step * (start + np.arange(size + 1))
-    return _Cells(start, left, right, 0.0, beyond, points, size + 1)
-
-
-def _atom_cells(pair: Atoms, step: float) -> _Cells:
-    """Every atom sends its P and its Q to the two ends of its cell."""
-    place = np.floor(pair.losses / step).astype(np.int64)
-    start, size = int(place.min()), int(place.max() - place.min()) + 1
-    if size > _MOST_CELLS:
-        raise InvalidInput(f"grid must be at least {size * step / _MOST_CELLS:.3g}, got {step!r}")
-    share = np.clip(np.expm1(place * step - pair.losses) / np.expm1(-step), 0.0, 1.0)
-    left = np.bincount(place - start, pair.masses * (1 - share), size)
-    right = np.bincount(place - start, pair.masses * share, size)
-    points = step * (start + np.arange(size + 1))
-    return _Cells(start, left, right, 0.0, pair.infinity, points, size + 1)
-
-
-def _cells(pair: Loss, step: float, tail: float, cap: float) -> _Cells:
-    if isinstance(pair, Joined):
-        return _joined_cells(pair, step, tail, cap)
-    if isinstance(pair, Blend):
-        return _blended_cells(pair, step, tail)
-    if isinstance(pair, Atoms):
-        return _atom_cells(pair, step)
-    x_low, x_high = (float(x) for x in np.clip(support(pair, tail), *pair.within))
-    ends = pair.loss(np.array([x_low, x_high]))
-    start = math.floor((ends[0] - pair.anchor) / step)
-    stop = max(start + 1, math.ceil((min(ends[1], cap) - pair.anchor) / step))
-    if stop - start > _MOST_CELLS:
-        raise InvalidInput(
-            f"grid must be at least {(ends[1] - ends[0]) / _MOST_CELLS:.3g} here (memory), "
-            f"got {step!r}"
-        )
-    grid = pair.anchor + step * np.arange(start, stop + 1)
-    fine, last = len(grid), float(grid[-1])
-    if last < ends[1]:  # cells widen above the cap
-        wide = max(step, 1e-3 * last)
-        count = math.ceil(math.log1p((ends[1] - last) * 1e-3 / wide) / math.log1p(1e-3))
-        grid = np.append(
-            grid, last + wide * np.expm1(np.arange(1, count + 1) * math.log1p(1e-3)) * 1e3
-        )
-    edges = np.clip(pair.inverse(grid[1:-1], x_low, x_high), x_low, x_high)
-    edges = np.maximum.accumulate(np.concatenate([[x_low], edges, [x_high]]))
-    gaps = np.diff(grid)
-    total = np.zeros(len(grid) - 1)
-    right = np.zeros(len(grid) - 1)
-
-    a, b = edges[:-1] / pair.sigma, edges[1:] / pair.sigma
-    speed = (b - a) * (2 + np.maximum(np.abs(a), np.abs(b))) * (1 + 1 / pair.sigma)
-    wide = speed > 0.06
-    for which, (nodes, weights) in ((~wide, _NARROW), (wide, _WIDE)):
-        cell = np.flatnonzero(which)
-        if not len(cell):
-            continue
-        parts = np.maximum(1, np.ceil(speed[cell])).astype(int) if which is wide else 1
-        owner = np.repeat(cell, parts)
-        place = np.arange(len(owner)) - np.repeat(
-            np.concatenate([[0], np.cumsum(np.broadcast_to(parts, len(cell)))[:-1]]),
-            np.broadcast_to(parts, len(cell)),
-        )
-        size = np.repeat((edges[cell + 1] - edges[cell]) / parts, parts)
-        origin = edges[owner] + place * size
-        for node, weight in zip(nodes, weights):
-            x = origin + size * (0.5 + 0.5 * node)
-            density = pair.density(x) * size * (0.5 * weight)
-            share = -np.expm1(np.minimum(grid[owner] - pair.loss(x), 0.0)) / -np.expm1(-gaps[owner])
-            total += np.bincount(owner, density, len(total))
-            right += np.bincount(owner, density * np.minimum(share, 1.0), len(total))
-    weights_up = np.array([w for w, _ in pair.upper])
-    means = np.array([m for _, m in pair.upper])
-    beyond = float(weights_up @ np.exp(log_ndtr((means - x_high) / pair.sigma)))
-    under = float(weights_up @ ndtr((x_low - means) / pair.sigma))
-    return _Cells(start, np.maximum(total - right, 0.0), right, under, beyond, grid, fine)

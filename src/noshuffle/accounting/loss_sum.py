@@ -26,7 +26,8 @@ from scipy import fft as sfft
 from scipy.special import xlogy
 
 from noshuffle.accounting.atoms import Loss
-from noshuffle.accounting.loss_distribution import GridLoss, above, below, loss_range, outline
+from noshuffle.accounting.loss_cells import loss_range
+from noshuffle.accounting.loss_distribution import GridLoss, above, below, outline
 from noshuffle.errors import Unsupported
 
 Array = np.ndarray
