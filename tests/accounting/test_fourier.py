@@ -19,6 +19,7 @@ from noshuffle.accounting import (
     loss_sum,
     mixture,
     rare_losses,
+    scout,
 )
 from noshuffle.accounting.coarse_bounds import coarse_epsilon
 from noshuffle.errors import InvalidInput
@@ -85,7 +86,7 @@ def test_gaussian_steps_compose_to_one_gaussian(steps: int, delta: float, side: 
     block = [(BUILD[side](noise_multiplier=sigma, rate=1.0), steps)]
     exact = gaussian.epsilon(mu=math.sqrt(steps) / sigma, delta=delta)
     for is_upper in (True, False):
-        step = loss_sum.choose_step([block], is_upper=is_upper, delta=delta)
+        step = scout.choose_step([block], is_upper=is_upper, delta=delta)
         found = loss_sum.epsilon_of(block, delta=delta, is_upper=is_upper, step=step)
         assert found == pytest.approx(exact, rel=3e-4, abs=1e-6)
         assert found >= exact if is_upper else found <= exact

@@ -36,20 +36,14 @@ import numpy as np
 from noshuffle.accounting import gaussian, rare_losses
 from noshuffle.accounting.atoms import Atoms
 from noshuffle.accounting.coarse_bounds import TWICE, coarse_epsilon
-from noshuffle.accounting.loss_sum import (
-    Block,
-    choose_step,
-    curve_of,
-    delta_of,
-    epsilon_of,
-    scout_of,
-)
+from noshuffle.accounting.loss_sum import curve_of, delta_of, epsilon_of
 from noshuffle.accounting.releases import COMMON, RECORDS, SIDES
 from noshuffle.accounting.releases import AnyRelease as AnyRelease
 from noshuffle.accounting.releases import MixtureRelease as MixtureRelease
 from noshuffle.accounting.releases import PoissonRelease as PoissonRelease
 from noshuffle.accounting.releases import Record as Record
 from noshuffle.accounting.releases import TruncatedRelease as TruncatedRelease
+from noshuffle.accounting.scout import Block, choose_step, scout_of
 from noshuffle.errors import (
     InvalidInput,
     instance_of,

@@ -28,11 +28,9 @@ from dataclasses import dataclass
 
 import numpy as np
 from scipy.optimize import isotonic_regression
-from scipy.special import logsumexp
 
-from noshuffle.accounting.atoms import Atoms, Blend, Loss
-from noshuffle.accounting.loss_cells import Cells, cells_of, support
-from noshuffle.accounting.mixture import Joined
+from noshuffle.accounting.atoms import Loss
+from noshuffle.accounting.loss_cells import Cells, cells_of
 
 Array = np.ndarray
 
@@ -149,28 +147,3 @@ def merged(pair: Loss, *, cap: float, tail: float) -> tuple[Array, Array]:
     other = np.append(1 - other[n:].sum(), other[n:])
     kept = mass > 0
     return np.log(mass[kept] / other[kept]), mass[kept]
-
-
-def outline(pair: Loss, tail: float, points: int = 801) -> tuple[Array, Array]:
-    """Some losses and the logarithms of their P-masses, for rough estimates."""
-    if isinstance(pair, Joined):
-        parts = [outline(part, tail, points) for part in (pair.under, pair.over)]
-        kept = [(parts[0][0] < 0), (parts[1][0] > 0)]
-        losses, masses = (
-            [part[i][keep] for part, keep in zip(parts, kept, strict=True)] for i in (0, 1)
-        )
-        rest = max(1 - float(sum(np.exp(mass).sum() for mass in masses)), 1e-300)
-        return np.concatenate([[0.0], *losses]), np.concatenate([[math.log(rest)], *masses])
-    if isinstance(pair, Blend):
-        found = [(math.log(w), *outline(part, tail, points)) for w, part in pair.parts if w > 0]
-        return (
-            np.concatenate([loss for _, loss, _ in found]),
-            np.concatenate([log_w + log_p for log_w, _, log_p in found]),
-        )
-    if isinstance(pair, Atoms):
-        with np.errstate(divide="ignore"):
-            return pair.losses, np.log(pair.masses)
-    x = np.linspace(*support(pair, tail), points)
-    with np.errstate(divide="ignore"):
-        log_p = np.log(pair.density(x))
-    return pair.loss(x), log_p - logsumexp(log_p)

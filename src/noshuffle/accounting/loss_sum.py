@@ -10,9 +10,7 @@ and exceeds it by at most P̃(outside) · max M^T e^{−λs} w(s). Both tails fo
 inequality with the grid's own moments: P̃(S ≥ b) ≤ (M(λ+t)/M(λ))^T e^{−tb}. The rounding of the
 transforms is bounded in norm (relative error at most a constant times u·log₂N; the power T
 multiplies it by T, Cauchy–Schwarz carries it to each point) and added to, or subtracted from,
-every c(s). Upper bounds add, lower bounds subtract. No state.
-
-The step h costs about T(λ+1)h²/12 in ε, which is how it is chosen.
+every c(s). Upper bounds add, lower bounds subtract. λ, window and step h: `scout`. No state.
 """
 
 from __future__ import annotations
@@ -25,44 +23,24 @@ import numpy as np
 from scipy import fft as sfft
 from scipy.special import xlogy
 
-from noshuffle.accounting.atoms import Loss
-from noshuffle.accounting.loss_cells import loss_range
-from noshuffle.accounting.loss_distribution import GridLoss, above, below, outline
+from noshuffle.accounting.loss_distribution import GridLoss, above, below
+from noshuffle.accounting.scout import (
+    MOST_ORDER,
+    MOST_POINTS,
+    OUTSIDE,
+    Block,
+    Scout,
+    one_tail,
+    scout_of,
+)
 from noshuffle.errors import Unsupported
 
 Array = np.ndarray
-Block = tuple[Loss, int]
 
-#: ε may be wrong by about this, relative, through the grid.
-ACCURACY = 2e-5
-#: Most points of the window and of one step: bounds the memory (about 60 bytes each).
-MOST_POINTS = 2**22
-#: Tilted mass that the window may miss on either side.
-_OUTSIDE = 1e-11
 #: Relative error of one grid mass (quadrature and rounding). An absolute error of an atom at loss 0
 #: counts alike: with n of T steps replaced by "nothing happened" δ does not grow.
 _MASS_ERROR = 2e-13
 _UNIT = 2.0**-53
-#: The largest order that a scout asks for, unless it is told otherwise.
-MOST_ORDER = 1e5
-
-
-@dataclass(frozen=True)
-class Scout:
-    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature.
-
-    `is_short`: the best order was the largest that was asked, so that a larger one may be better.
-    """
-
-    tilt: float
-    up: float
-    down: float
-    centre: float
-    low: float
-    high: float
-    epsilon: float
-    log_delta: float
-    is_short: bool = False
 
 
 @dataclass(frozen=True)
@@ -153,95 +131,6 @@ def curve_of(blocks: Sequence[Block], epsilons: Array, *, delta: float, step: fl
     return tail.delta(epsilons)
 
 
-def choose_step(
-    sides: Sequence[Sequence[Block]],
-    *,
-    is_upper: bool,
-    delta: float | None = None,
-    epsilon: float | None = None,
-    most: float = MOST_ORDER,
-) -> float:
-    """Grid step: accurate for the first side, and bounded memory for every side."""
-    log_delta = None if delta is None else math.log(delta)
-    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon, most=most)
-    steps = sum(count for _, count in sides[0])
-    widest = scout.high - scout.low
-    scale = max(scout.epsilon, 0.02 * widest)
-    step = math.sqrt(12 * ACCURACY * scale / (steps * (scout.tilt + 1)))
-    step = min(step, 0.2 / (scout.tilt + 1), widest / 64)
-    for pair, _ in (block for side in sides for block in side):
-        if not is_upper and pair.anchor != 0:  # below needs several points inside the bulk
-            step = min(step, max(abs(pair.anchor) / 4, step / 16))
-        ends = loss_range(pair, one_tail(sides[0], scout.log_delta - 30))
-        widest = max(widest, ends[1] - ends[0])
-    is_hopeless = scout.log_delta < -650  # δ = 0 in floats: no need to be fine
-    points = 2**16 if most > MOST_ORDER else MOST_POINTS  # a second try should not take minutes
-    return max(step, 1.1 * widest / (2**14 if is_hopeless else points))
-
-
-def scout_of(
-    blocks: Sequence[Block],
-    *,
-    log_delta: float | None = None,
-    epsilon: float | None = None,
-    cap: float = math.inf,
-    most: float = MOST_ORDER,
-) -> Scout:
-    """Where to look: rough log-moments K(t) on a list of t up to `most`. Nothing rigorous depends
-    on it."""
-    number = round(140 / 9 * math.log10(most / 1e-4))
-    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, most, number)])
-    total, mean = np.zeros(len(t)), np.zeros(len(t))
-    for pair, count in blocks:
-        loss, log_p = outline(pair, one_tail(blocks, log_delta))
-        loss, log_p = loss[loss <= cap], log_p[loss <= cap]
-        exponent = t[:, None] * loss[None, :] + log_p
-        peak = exponent.max(axis=1)
-        weight = np.exp(exponent - peak[:, None])
-        sums = weight.sum(axis=1)
-        total += count * (peak + np.log(sums))
-        mean += count * (weight @ loss) / sums
-    positive = t > 0
-    s = t[positive]
-    # δ ≤ e^{K(t) − tε} t^t/(1+t)^{1+t}, the largest value of (1 − e^{ε−s})₊ e^{−t(s−ε)}
-    log_factor = xlogy(s, s) - xlogy(1 + s, 1 + s)
-    if epsilon is None:
-        assert log_delta is not None
-        each = (total[positive] + log_factor - log_delta) / s
-        i = int(np.argmin(each))
-        epsilon = max(0.0, float(each[i]))
-    else:
-        each = total[positive] + log_factor - s * epsilon
-        i = int(np.argmin(each))
-        log_delta = float(min(each[i], 0.0))
-    # The tilt puts the mean of the sum at ε, or below it where moments explode just above.
-    least = int(np.flatnonzero(positive)[0])
-    k = min(max(int(np.searchsorted(mean, epsilon)) - 1, least), len(t) - 2)
-    tilt, gain, centre = float(t[k]), total - total[k], float(mean[k])
-    reach = -math.log(_OUTSIDE)
-    ups = (gain[k + 1 :] + reach) / (t[k + 1 :] - tilt)
-    downs = (gain[:k] + reach) / (tilt - t[:k])
-    up, down = int(np.argmin(ups)), int(np.argmin(downs))
-    return Scout(
-        tilt=tilt,
-        up=float(t[k + 1 + up]) - tilt,
-        down=tilt - float(t[down]),
-        centre=centre,
-        low=-float(downs[down]),
-        high=max(float(ups[up]), epsilon),
-        epsilon=epsilon,
-        log_delta=log_delta,
-        is_short=i == len(s) - 1,
-    )
-
-
-def one_tail(blocks: Sequence[Block], log_delta: float | None) -> float:
-    """P-mass of one step that may go to infinity: together a millionth of δ."""
-    steps = sum(count for _, count in blocks)
-    log_tail = (-690.0 if log_delta is None else log_delta) - math.log(steps) - 14
-    return min(math.exp(max(log_tail, -690.0)), 1e-12)
-
-
 def _tail(blocks: Sequence[Block], scout: Scout, is_upper: bool, step: float) -> Tail:
     tail, build = one_tail(blocks, scout.log_delta), above if is_upper else below
     parts = [(build(pair, step=step, tail=tail), count) for pair, count in blocks]
@@ -259,8 +148,8 @@ def tail_of(parts: Sequence[tuple[GridLoss, int]], scout: Scout, is_upper: bool)
     log_m = log_moment(lam)
     log_up, log_down = log_moment(lam + up) - log_m, log_moment(lam - down) - log_m
     # the window of this grid's own sum: its moments differ a little from the scouted ones
-    high = max(scout.high, (log_up - math.log(_OUTSIDE)) / up)
-    low = min(scout.low, -(log_down - math.log(_OUTSIDE)) / down)
+    high = max(scout.high, (log_up - math.log(OUTSIDE)) / up)
+    low = min(scout.low, -(log_down - math.log(OUTSIDE)) / down)
     points = sfft.next_fast_len(math.ceil((high - low) / step) + 2, real=True)
     points = min(points, 2 * MOST_POINTS)
     mass, rounding = _power(parts, lam, points)

@@ -31,18 +31,18 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from noshuffle.accounting.loss_distribution import GridLoss, above, below, merged, outline
-from noshuffle.accounting.loss_sum import (
+from noshuffle.accounting.loss_distribution import GridLoss, above, below, merged
+from noshuffle.accounting.loss_sum import Tail, tail_of
+from noshuffle.accounting.mixture import Joined, Pair
+from noshuffle.accounting.scout import (
     ACCURACY,
     MOST_POINTS,
     Block,
     Scout,
-    Tail,
     one_tail,
+    outline,
     scout_of,
-    tail_of,
 )
-from noshuffle.accounting.mixture import Joined, Pair
 
 Array = np.ndarray
 
