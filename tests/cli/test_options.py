@@ -14,7 +14,7 @@ from noshuffle import __version__
 from noshuffle.cli import app, main
 from noshuffle.cli.epsilon import EpsilonSettings
 from noshuffle.cli.federated_settings import FederatedSettings
-from noshuffle.cli.fit import FitSettings
+from noshuffle.cli.fit_settings import FitSettings
 from noshuffle.cli.from_record import argument, given, setting, takes
 from noshuffle.cli.mechanisms import mechanism_names
 from noshuffle.cli.plan import PlanSettings

@@ -4,99 +4,22 @@ from __future__ import annotations
 
 import sys
 import warnings
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import Any
 
-from noshuffle.cli.budget import BUDGET_HELP, opened
+from noshuffle.cli.budget import opened
 from noshuffle.cli.categories import CategoryChoice
-from noshuffle.cli.from_record import argument, check_fields, setting, takes
-from noshuffle.cli.mechanisms import HELP, mechanism_named
-from noshuffle.cli.promise import DELTA_HELP, FOLDER_HELP, TEST_SEED_HELP, Output, print_json
+from noshuffle.cli.fit_settings import ESTIMATORS, FitSettings, estimator_settings
+from noshuffle.cli.from_record import takes
+from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.run_home import dated
 from noshuffle.cli.words import quoted, say
-from noshuffle.errors import InvalidInput, NoshuffleError, non_negative, one_of, positive
+from noshuffle.errors import InvalidInput, NoshuffleError
 
-_ESTIMATORS = {
-    "logistic": "PrivateLogisticRegression",
-    "svc": "PrivateSVC",
-    "linear": "PrivateLinearRegression",
-    "huber": "PrivateHuberRegressor",
-    "quantile": "PrivateQuantileRegressor",
-    "poisson": "PrivatePoissonRegressor",
-    "gamma": "PrivateGammaRegressor",
-}
-TASKS = tuple(_ESTIMATORS)
-_CLASSES = ("logistic", "svc")
-#: Those whose steps a ledger can show.
-SOLVERS = ("auto", "gd", "ftrl", "sums")
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
     "are taken to be public knowledge."
 )
-#: Settings that go to the estimator under their own name.
-_PASSED_ON = (
-    *("epsilon", "delta", "batch_size", "passes", "clip_norm", "penalty", "alpha", "solver"),
-    "max_weight",
-    "rows_per_unit",
-)
-
-
-@dataclass(frozen=True, kw_only=True)
-class FitSettings:
-    file: Path = argument("a .csv or .parquet table, learned in its order")
-    target: str = setting(..., "the column to predict")
-    task: str = setting("logistic", ", ".join(TASKS), check=partial(one_of, TASKS))
-    epsilon: float = setting(1.0, "ε of the whole run", check=positive)
-    delta: float = setting(1e-6, DELTA_HELP)
-    bounds: list[str] | None = setting(
-        None, "low,high for all columns, COLUMN=low,high (repeat as needed), or private"
-    )
-    target_bounds: str | None = setting(None, "numbers: low,high of the target, known beforehand")
-    classes: str | None = setting(
-        None, "all classes, a,b,c; without it they are read from the file"
-    )
-    mechanism: str = setting("blt", HELP)
-    batch_size: int | None = setting(None, "rows a step (default: by length)")
-    passes: int = setting(1, "passes over the table, in the same order (gd: readings)")
-    clip_norm: float | None = setting(None, "bound on a gradient of a row (default: by task)")
-    penalty: str | None = setting(None, "l1, l2, elasticnet or group")
-    alpha: float = setting(1e-4, "strength of the penalty", check=non_negative)
-    radius: float | None = setting(None, "norm of the weights aimed at")
-    solver: str = setting(
-        "auto", "auto, gd, ftrl, or for linear sums", check=partial(one_of, SOLVERS)
-    )
-    ids: str | None = setting(None, "column that names the unit of a row")
-    rows_per_unit: int | None = setting(
-        None, "gd: a unit of --ids may have several rows, which count for this many at most"
-    )
-    weights: str | None = setting(None, "column that holds the weight of a row")
-    max_weight: float | None = setting(
-        None, "largest weight, known beforehand (without it weights are taken to be public)"
-    )
-    class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
-    quantile: float | None = setting(None, "quantile: which one (default: 0.5, the median)")
-    width: float | None = setting(None, "huber: residuals beyond it count linearly")
-    missing: str = setting(
-        "zero",
-        "empty cells: zero, or skip (their rows are left out)",
-        check=partial(one_of, ("zero", "skip")),
-    )
-    hash_text: int | None = setting(None, "text columns become so many hashed indicators")
-    categories: list[str] | None = setting(
-        None, "text columns: COLUMN=a,b,c, known beforehand, or private to have them found within ε"
-    )
-    score: bool = setting(
-        False,
-        "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
-    )
-    out: Path | None = setting(None, FOLDER_HELP)
-    test_seed: str | None = setting(None, TEST_SEED_HELP)
-    budget: Path | None = setting(None, BUDGET_HELP)
-
-    def __post_init__(self) -> None:
-        check_fields(self)
 
 
 @takes(FitSettings, Output)
@@ -125,9 +48,9 @@ def fit(asked: FitSettings, output: Output) -> None:
             "0,100 or --bounds age=0,120, or --bounds private to have them found within ε",
             file=sys.stderr,
         )
-    settings = _estimator_settings(asked, table) | {"epsilon": choice.epsilon_left}
+    settings = estimator_settings(asked, table) | {"epsilon": choice.epsilon_left}
     kept = {name: value for name, value in settings.items() if value is not None}
-    model = getattr(convex, _ESTIMATORS[asked.task])(
+    model = getattr(convex, ESTIMATORS[asked.task])(
         **kept, budget=opened(asked.budget), verbose=sys.stderr.isatty()
     )
     with warnings.catch_warnings():
@@ -176,49 +99,6 @@ def _table(asked: FitSettings, choice: CategoryChoice) -> Any:
         ) from None
 
 
-def _estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
-    """What the estimator is made with; the run folder keeps the same."""
-    settings: dict[str, Any] = {
-        **{name: getattr(asked, name) for name in _PASSED_ON},
-        "mechanism": mechanism_named(asked.mechanism),
-        "bounds": _bounds(asked.bounds or [], table),
-        "missing": "skip" if asked.missing == "skip" else None,
-        "release_score": asked.score,
-        "test_seed": asked.test_seed,
-    }
-    if asked.radius is not None:
-        settings["radius"] = asked.radius
-    for name, task in (("quantile", "quantile"), ("width", "huber")):
-        if (value := getattr(asked, name)) is not None:
-            if asked.task != task:
-                raise InvalidInput(f"--{name} is for --task {task}, got --task {asked.task}")
-            settings[name] = value
-    if asked.solver == "sums" and asked.task != "linear":
-        raise InvalidInput("--solver sums is for --task linear; use auto, gd or ftrl")
-    if asked.task in _CLASSES:
-        if table.y.dtype.kind == "f":
-            raise InvalidInput(
-                f"--task {asked.task} needs classes; column {asked.target!r} holds numbers between "
-                "integers, so use --task linear, huber, quantile, poisson or gamma"
-            )
-        if asked.class_weight is not None:
-            settings["class_weight"] = _class_weight(asked.class_weight, table.y)
-        if asked.classes is not None:
-            settings["classes"] = _classes(asked.classes, table.y)
-        return settings
-    if asked.class_weight is not None:
-        raise InvalidInput("--class-weight is for classes; use --task logistic or svc")
-    if asked.target_bounds is None:
-        raise InvalidInput(f"--task {asked.task} needs --target-bounds low,high, known beforehand")
-    if table.y.dtype.kind not in "iuf":
-        raise InvalidInput(
-            f"--task {asked.task} needs a target of numbers; column {asked.target!r} holds text, "
-            "so use --task logistic or svc"
-        )
-    settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
-    return settings
-
-
 def _write_results(
     run: Any, model: Any, table: Any, how: dict[str, Any], before: tuple[str, ...]
 ) -> Any:
@@ -258,61 +138,6 @@ def _write_metrics(run: Any, model: Any) -> None:
             row |= {"rows": int(rows), "progressive_score": score}
             row["progressive_deviation"] = deviation
         run.append_metrics(row)
-
-
-def _pair(text: str, option: str) -> tuple[float, float]:
-    try:
-        low, high = (float(part) for part in text.split(","))
-    except ValueError:
-        raise InvalidInput(f"{option} must be low,high as in 0,100; got {text!r}") from None
-    return low, high
-
-
-def _bounds(given: list[str], table: Any) -> list[tuple[float, float]] | str | None:
-    """One pair per column: its own, else the common one; indicators lie in [0, 1]."""
-    columns = table.columns
-    if not given or given == ["private"]:
-        return given[0] if given else None
-    own = dict(text.rsplit("=", 1) for text in given if "=" in text)
-    common = [_pair(text, "--bounds") for text in given if "=" not in text]
-    pairs = dict.fromkeys(table.indicators, (0.0, 1.0))
-    pairs |= {name: _pair(text, "--bounds") for name, text in own.items()}
-    unknown = sorted(set(pairs) - set(columns))
-    if unknown:
-        raise InvalidInput(f"--bounds names {unknown[0]!r}, which is no feature of the table")
-    missing = [name for name in columns if name not in pairs]
-    if missing and len(common) != 1:
-        raise InvalidInput(
-            f"--bounds must cover column {missing[0]!r}: give {missing[0]}=low,high, or one "
-            "low,high for all that have none of their own"
-        )
-    return [pairs[name] if name in pairs else common[0] for name in columns]
-
-
-def _classes(text: str, y: Any) -> list[Any]:
-    """The classes as plain values of the kind of the target, so that JSON can hold them."""
-    names = [part.strip() for part in text.split(",")]
-    if y.dtype.kind not in "iuf":
-        return names
-    try:
-        numbers = [float(name) for name in names]
-    except ValueError:
-        raise InvalidInput(f"--classes must be numbers, as the target is; got {text!r}") from None
-    return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
-
-
-def _class_weight(text: str, y: Any) -> Any:
-    """ "balanced", or the mapping that CLASS=weight,… means."""
-    if text == "balanced":
-        return text
-    pairs = [part.rpartition("=") for part in text.split(",")]
-    try:
-        weights = [float(weight) for _, _, weight in pairs]
-    except ValueError:
-        raise InvalidInput(
-            f"--class-weight must be balanced, or CLASS=weight as in 0=1,1=5; got {text!r}"
-        ) from None
-    return dict(zip(_classes(",".join(name for name, _, _ in pairs), y), weights))
 
 
 def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
