@@ -208,9 +208,9 @@ DRIVERS = (
     ),
     Mutant(
         "counts of norms cost what was planned",
-        "release/threshold.py",
-        "count = config.noise * _ratio(held) / BIT_SENSITIVITY",
-        "count = config.noise * _ratio(plan) / BIT_SENSITIVITY",
+        "release/count_cost.py",
+        "count = config.noise * count_ratio(held) / BIT_SENSITIVITY",
+        "count = config.noise * count_ratio(plan) / BIT_SENSITIVITY",
         (
             "tests/federated/test_users_apart.py::test_counts_of_norms_are_paid_for_by_what_happened",
         ),

@@ -30,11 +30,11 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of, whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
+from noshuffle.release.count_cost import joint_multiplier
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import ADAPTIVE_CLIP
-from noshuffle.release.threshold import joint_multiplier
 from noshuffle.release.unit_ids import Ids, as_ids, kind_of_ids
 from noshuffle.statement import PrivacyStatement
 

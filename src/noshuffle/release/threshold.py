@@ -6,16 +6,9 @@ the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"),
 given under any mechanism by whoever knows what it costs; but a threshold that nobody foresees moves
 at every step under independent noise, at the end of a tree where trees restart, and nowhere else.
 
-The noisy count that steers it is one more Gaussian mechanism (see `clipping.adaptive`). A unit that
-takes part k times is counted k times, μ_count² = k / (2σ_b)², and the gradients get the noise z_Δ
-that leaves the plan's μ as it is,
-
-    S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
-
-so the statement is unchanged. Under sampling gradient and count are drawn by the same coin, and
-S = k = 1 for the joint release of a step. A histogram of the norms beside a constant clip norm is
-paid in the same way, by a share of μ² (`clipping.norm_histogram`), under any mechanism that is not
-sampled. State: the threshold, the estimate (here, or with a device that moves them itself:
+Noisy counts, which steer it or make a histogram of the norms beside a constant clip norm, are paid
+for out of the plan (`count_cost`); a histogram goes with any mechanism that is not sampled.
+State: the threshold, the estimate (here, or with a device that moves them itself:
 `device_threshold`), noise drawn ahead; the noisy counts of all steps.
 """
 
@@ -44,6 +37,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import Source
 from noshuffle.noise.source import NumberNoise
 from noshuffle.plan import Plan
+from noshuffle.release.count_cost import bit_noise_for, count_ratio
 from noshuffle.release.keys import KeyRing, Life
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.identity import Identity
@@ -195,7 +189,7 @@ class AdaptiveThreshold(Threshold):
         return (step + 1) % self._every == 0
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """z_Δ, in units of the clip norm; see the module."""
+        """z_Δ, in units of the clip norm; see `count_cost`."""
         _check_names(names)
         if plan.noise_multiplier == 0:
             return 0.0
@@ -207,7 +201,7 @@ class AdaptiveThreshold(Threshold):
                 f"bit_noise={math.ceil(bit_noise_for(plan, share=0.1) * 100) / 100:g}, which "
                 "leaves nine tenths of it to the updates"
             )
-        ratio = _ratio(plan)
+        ratio = count_ratio(plan)
         return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
 
     def count(self, clipped: list[ClippedSum]) -> list[float]:
@@ -318,29 +312,6 @@ def changes_every(strategy: Strategy) -> int:
     if isinstance(strategy, Identity) and not strategy.has_gains:
         return 1
     return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
-
-
-def bit_noise_for(plan: Plan, *, share: float) -> float:
-    """The `bit_noise` of counts that take this share of the plan's μ²; more noise takes less."""
-    return plan.noise_multiplier * BIT_SENSITIVITY / (_ratio(plan) * math.sqrt(share))
-
-
-def joint_multiplier(config: QuantileClip, plan: Plan, held: Plan) -> float:
-    """z of one mechanism that costs units of `held` what updates and counts of `plan` cost them.
-
-    The noise was shared out by S/√k of the plan. Units with other limits than planned have another
-    ratio, and the share of the counts is another for them.
-    """
-    own = gradient_multiplier(plan.noise_multiplier, bit_noise=config.noise * _ratio(plan))
-    count = config.noise * _ratio(held) / BIT_SENSITIVITY
-    return float((own**-2 + count**-2) ** -0.5)
-
-
-def _ratio(plan: Plan) -> float:
-    """S/√k of the module; one where a release is sampled."""
-    if plan.participation.is_sampled:
-        return 1.0
-    return math.sqrt(plan.sensitivity.squared / plan.participation.most)
 
 
 def threshold_for(
