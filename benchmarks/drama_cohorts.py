@@ -73,7 +73,7 @@ def choose(
 def cohorts_of(name: str, task: FederatedTask, *, size: int, seed: int) -> list[np.ndarray]:
     """Who takes part: whoever checks in and is admitted, or secret coin flips."""
     from noshuffle.noise import new_key
-    from noshuffle.release.sampler import PoissonSampler
+    from noshuffle.release.sampler_kinds import PoissonSampler
 
     if name == "poisson":
         part = Poisson(ROUNDS, size / len(task))

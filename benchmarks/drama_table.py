@@ -133,7 +133,7 @@ def participation_of(name: str, population: int) -> Participation:
 def prepare(options: argparse.Namespace) -> None:
     """Strategies, noise multipliers and cohorts: everything that needs no GPU."""
     from noshuffle.noise import new_key
-    from noshuffle.release.sampler import PoissonSampler
+    from noshuffle.release.sampler_kinds import PoissonSampler
 
     task = drama_data.load(options.data)
     strategies = fitted()

@@ -22,7 +22,7 @@ from noshuffle.participation import (
     from_dict,
 )
 from noshuffle.plan_accountant import sampled_release
-from noshuffle.release.sampler import make_sampler
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.strategies import banded, identity
 from noshuffle.strategies.phases import Phases, StrategyPhase
 

@@ -29,7 +29,7 @@ from noshuffle.participation import (
     SeparatedBins,
     TruncatedPoisson,
 )
-from noshuffle.release.sampler import make_sampler
+from noshuffle.release.sampler_kinds import make_sampler
 
 FEW = 100_000  # random numbers: intervals of some per cent
 

@@ -224,7 +224,7 @@ PROMISES = (
     ),
     Mutant(
         "fresh positions may be closer than their separation",
-        "release/sampler.py",
+        "release/sampler_kinds.py",
         "_scaled(words, self.participation.choices)",
         "_scaled(words, self.participation.steps_per_epoch)",
         ("tests/release/test_sampler.py",),
@@ -296,7 +296,7 @@ PROMISES = (
     ),
     Mutant(
         "secret positions are drawn anew by the next process",
-        "release/sampler.py",
+        "release/sampler_kinds.py",
         "_scaled(self._words(0, self.population), self",
         "_scaled(self._words(0, self.population, key_of=self.start), self",
         ("tests/federated/test_secret_cohorts.py",),

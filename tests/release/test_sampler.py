@@ -17,13 +17,8 @@ from noshuffle.participation import (
 )
 from noshuffle.release import guard
 from noshuffle.release.keys import KeyRing
-from noshuffle.release.sampler import (
-    AHEAD,
-    FixedSizeSampler,
-    PoissonSampler,
-    in_order,
-    make_sampler,
-)
+from noshuffle.release.sampler import AHEAD, in_order
+from noshuffle.release.sampler_kinds import FixedSizeSampler, PoissonSampler, make_sampler
 
 KEY = b"0123456789abcdef" * 2
 

@@ -17,7 +17,8 @@ from scipy import stats
 from noshuffle.participation import CyclicPoisson, FixedSize, Poisson, TruncatedPoisson
 from noshuffle.plan import Plan
 from noshuffle.release.keys import KeyRing
-from noshuffle.release.sampler import DRAWS, Sampler, make_sampler
+from noshuffle.release.sampler import DRAWS, Sampler
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.seal import _draws
 from noshuffle.release.sparse_draws import BITS, counts, drawn_count, drawn_subset
 from noshuffle.strategies import identity

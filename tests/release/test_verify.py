@@ -31,7 +31,7 @@ from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.opening import fork, load_model
 from noshuffle.release.private_sum import PrivateSum
-from noshuffle.release.sampler import make_sampler
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.verdict import UNSIGNED
 from noshuffle.report import read_run

@@ -34,7 +34,8 @@ from noshuffle.participation import (
     SeparatedBins,
     TruncatedPoisson,
 )
-from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.sampler import Sampler
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.unit_ids import Ids
 
 #: A finding is believed when chance gives it less often than this.

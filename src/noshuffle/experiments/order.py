@@ -123,7 +123,7 @@ def _batches(order: str, data: DataSet, rows: Rows, *, size: int, epochs: int) -
     steps = len(rows) // size
     if order == "sampled":
         from noshuffle.noise import new_key
-        from noshuffle.release.sampler import PoissonSampler
+        from noshuffle.release.sampler_kinds import PoissonSampler
 
         sampler = PoissonSampler(
             Poisson(epochs * steps, size / len(rows)), len(rows), key=new_key()

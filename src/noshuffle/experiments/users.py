@@ -106,7 +106,7 @@ def without_validation_users(name: str) -> FederatedTask:
 def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, seed: int) -> Any:
     """Who takes part in every round."""
     from noshuffle.noise import new_key
-    from noshuffle.release.sampler import PoissonSampler
+    from noshuffle.release.sampler_kinds import PoissonSampler
 
     if name == "sampled":
         part = Poisson(settings["rounds"], min(1.0, size / len(task)))

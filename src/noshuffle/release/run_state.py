@@ -29,7 +29,8 @@ from noshuffle.release import account, checkpoint
 from noshuffle.release.facts import bind_facts, notes_of, write_statement
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.opening import Opened, Run
-from noshuffle.release.sampler import DRAWS, Sampler, make_sampler
+from noshuffle.release.sampler import DRAWS, Sampler
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.threshold import Threshold, threshold_for

@@ -38,7 +38,8 @@ from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_errors import explained
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link
 from noshuffle.release.opening import known_steps
-from noshuffle.release.sampler import DRAWS, make_sampler
+from noshuffle.release.sampler import DRAWS
+from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.signature import private_key, write_signature
 from noshuffle.release.unfinished import EXTENDED, SEAL, is_seal_missing
 
