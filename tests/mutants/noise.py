@@ -129,7 +129,7 @@ NOISE = (
     ),
     Mutant(
         "saved noise state passes through bfloat16",
-        "noise/stream.py",
+        "noise/stream_state.py",
         "torch.cat(pieces, dim=1).view(shape).cpu().clone()",
         "torch.cat(pieces, dim=1).view(shape).cpu().bfloat16().float()",
         LAWS,
@@ -137,7 +137,7 @@ NOISE = (
     ),
     Mutant(
         "a resumed stream begins with empty buffers",
-        "noise/stream.py",
+        "noise/stream_state.py",
         "piece.copy_(part)",
         "pass",
         LAWS,

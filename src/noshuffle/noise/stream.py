@@ -9,7 +9,7 @@ one flat tensor (none for independent noise, banded inverses and dense matrices,
 are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
 everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
 a CPU with a compiler and AES (`whole_step`). Buffers that would fill the device may lie on the host
-(`hosted`), with the same bits, or have 16 bits (`compact`).
+(`hosted`), with the same bits, or have 16 bits (`compact`). What is saved: `stream_state`.
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -47,13 +47,13 @@ from noshuffle.errors import (
 from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.compact import CompactPlans
-from noshuffle.noise.compact_state import read_buffers, write_buffers_
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
 from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
+from noshuffle.noise.stream_state import SavedBuffers, check_identity
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
@@ -125,6 +125,7 @@ class NoiseStream(OneOwner):
         if memory == "compact" and self.buffers:
             self._compact = CompactPlans.of(recipe, self._plans)
             self._plans = self._compact.plans
+        self._saved = SavedBuffers(self._layout, self._source, self._compact)
         # One compiled loop, where there is one for this device and source; else chunk by chunk.
         kind = self._source.kind if isinstance(self._source, Source) else ""
         is_fused = kind == "philox" and fused.is_ready(self._device)
@@ -295,24 +296,9 @@ class NoiseStream(OneOwner):
         self.check_owner()
         self._check_unbroken()
         self._wait()
-        buffers = {}
-        if self.buffers:
-            kept = self._state
-            if self._compact is not None and self._step:
-                kept = read_buffers(self._state, **self._last_dithers(self._step))
-            elif self._compact is not None:  # the first dithers are for what the first step writes
-                kept = torch.zeros(self._state.shape, dtype=torch.float32, device="cpu")
-            for name, pieces in self._layout.views(kept).items():
-                shape = (self.buffers, *self._layout.shapes[name])
-                buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
+        buffers = self._saved.read(self._state, step=self._step)
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
-
-    def _last_dithers(self, step: int) -> dict[str, Any]:
-        """Where the numbers of compact buffers are read from and written to after `step` steps."""
-        assert self._compact is not None
-        last = self._compact.dithering(max(step - 1, 0))
-        return {"layout": self._layout, "source": self._source, "last": last}
 
     def begin_at(self, step: int) -> None:
         """Go on at a step from which on nothing of the steps before is used (a new phase)."""
@@ -337,39 +323,14 @@ class NoiseStream(OneOwner):
 
         The keys of rows that `state` has not drawn from may differ: a run goes on under fresh ones.
         """
-        for key, expected in self._identity.items():
-            if key not in state or state[key] != expected:
-                shown = "another" if key in ("shapes", "starts") else repr(state.get(key))
-                raise InvalidInput(
-                    f"the saved noise state has {shown} {key}, this stream has "
-                    f"{'its own' if key in ('shapes', 'starts') else repr(expected)}; "
-                    "resume with the plan and key of the run that was saved"
-                )
+        check_identity(state, self._identity)
         whole(at_least=0, at_most=self.horizon, step=state["step"])
         check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
-        kept = self._state
-        if self._compact is not None:
-            kept = torch.zeros(self._state.shape, dtype=torch.float32, device="cpu")
-        views = self._layout.views(kept) if self.buffers else {}
-        if set(state["buffers"]) != set(views):
-            raise InvalidInput(f"the saved buffers must be those of {sorted(views)}")
-        for name in views:
-            saved, shape = state["buffers"][name], (self.buffers, *self._layout.shapes[name])
-            if saved.dtype != torch.float32 or tuple(saved.shape) != shape:
-                raise InvalidInput(
-                    f"the saved buffer of {name!r} must be float32 of shape {shape}, "
-                    f"got {saved.dtype} of {tuple(saved.shape)}"
-                )
-        # The padding of a tile is never read by anyone, so it need not be restored.
+        saved, step = state["buffers"], int(state["step"])
+        self._saved.check(saved, count=self.buffers)
         self._wait()
-        kept.zero_()
-        for name, pieces in views.items():
-            flat = state["buffers"][name].reshape(self.buffers, -1)
-            for piece, part in zip(pieces, flat.split([p.shape[1] for p in pieces], dim=1)):
-                piece.copy_(part)
-        if self._compact is not None:
-            write_buffers_(self._state, kept, **self._last_dithers(int(state["step"])))
-        self._step = int(state["step"])
+        self._saved.write_(self._state, saved, step=step)
+        self._step = step
         self._is_broken = False
         for kernel in self._kernels:
             kernel.forget()
