@@ -33,9 +33,7 @@ from __future__ import annotations
 import math
 import os
 import secrets
-import socket
 from collections.abc import Sequence
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
 
@@ -46,13 +44,13 @@ from noshuffle.budget.dead import shown_by_ledger
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.open_run import OpenRun, check_kind
+from noshuffle.budget.reservation import Reservation, this_process
 from noshuffle.budget.store import Books, folder_of
 from noshuffle.budget.units import UnitSpending, new_secret, secret_of
 from noshuffle.errors import (
     BudgetExceeded,
     InvalidInput,
     Unsupported,
-    VerificationFailed,
     instance_of,
     non_negative,
     one_of,
@@ -260,59 +258,19 @@ class Budget:
             )
         if not self._limit.fits(total([self.total(), cost])):
             self.sweep()
-        with self._books.writing() as (events, append):
-            state = BooksState.of(events)
-            known = self._found(state, origin, lives, released)
-            if origin is not None and known is None and keeps_draws:
-                raise Unsupported(
-                    f"{what} is a copy or an older state of a run whose units keep their secret "
-                    "positions: two continuations share them, and cost more than two runs; go on "
-                    "with the newest state in its own folder, or begin a new run"
-                )
-            cost = self._limit.cost(statement, plan, steps, state, but=known.id if known else "")
-            # A run that cannot leave units out charges everybody.
-            is_shared = plan is None or plan.participation.is_sampled
-            self._limit.check(state, what, cost, but=known.id if known else "", is_shared=is_shared)
-            process = _process()
-            if known is not None:
-                new = [life for life in lives if life not in known.lives]
-                body = {"id": known.id, "cost": asdict(cost), "is_open": True, "lives": new}
-                if known.is_by_unit:  # until it is closed again, everybody is charged for it
-                    before = UnitSpending.load(self.folder, state.units)
-                    own_part = UnitSpending.load(self.folder, known.own_units)
-                    state.units = before.without(own_part).save(self.folder)
-                    body |= {"units": state.units, "is_by_unit": False}
-                append("settle", {**body, "process": process})
-                own = known.id
-            else:
-                own = f"{self.name}/{secrets.token_hex(8)}"
-                append("open", {
-                    "id": own, "origin": origin or own, "what": self._exposes or what,
-                    "cost": asdict(cost), "reserved": asdict(cost), "lives": list(lives),
-                    "run": "" if run is None else str(run), "process": process,
-                })  # fmt: skip
-            barred = self._limit.barred(state, cost, but=own)
-        known_by = (*known.lives, *new) if known is not None else tuple(lives)
-        begun = origin or (own if known is None else known.origin)
-        return OpenRun(self._limit, self._books, own, begun, barred, secret, known_by)
-
-    def _found(
-        self, state: BooksState, origin: str | None, lives: Sequence[str], released: int
-    ) -> Entry | None:
-        """The place of a run that comes back, if it is not a copy of it."""
-        if origin is None:  # its process may have ended before its ledger heard of its place
-            mine = [one for one in state.entries.values() if one.lives]
-        elif not origin.startswith(f"{self.name}/"):
-            raise InvalidInput(f"this run draws on the budget {origin.partition('/')[0]}, not this")
-        elif origin not in state.entries:
-            raise VerificationFailed(
-                f"{self.folder} does not know of a run that draws on it: the budget is older than "
-                "the run; bring the newer one back"
-            )
-        else:
-            mine = [one for one in state.entries.values() if one.origin == origin]
-        known = (one for one in reversed(mine) if set(one.lives) <= set(lives))
-        return next((one for one in known if released >= one.rows), None)
+        asked = Reservation(
+            what=what,
+            listed_as=self._exposes,
+            statement=statement,
+            plan=plan,
+            steps=steps,
+            run=run,
+            origin=origin,
+            lives=tuple(lives),
+            released=released,
+            keeps_draws=keeps_draws,
+        )
+        return asked.enter(self._limit, self._books, id_secret=secret)
 
     def sweep(self) -> list[str]:
         """Charge runs that died for what their ledgers show; returns which.
@@ -321,7 +279,7 @@ class Budget:
         """
         state, swept = self._state(), []
         for entry in [one for one in state.entries.values() if one.is_open and one.run]:
-            if entry.process == _process():
+            if entry.process == this_process():
                 continue
             found = shown_by_ledger(Path(entry.run), entry.origin, entry.lives)
             if found is None:
@@ -375,10 +333,6 @@ class Budget:
         units, kind = ids_and_kind(ids, secret=secret_of(self.folder, self.limit))
         check_kind(state.kind_of_ids, kind)
         return units
-
-
-def _process() -> str:
-    return f"{socket.gethostname()} {os.getpid()}"
 
 
 def _reopened(folder: str, exposes: str) -> Budget:
