@@ -138,6 +138,19 @@ def _(on: Any) -> None:
         inner.step()
 
 
+@loop(
+    "the loop",
+    "a second optimizer over the same parameters",
+    expected="not the optimizer of the private run",
+)
+def _(on: Any) -> None:
+    raw = torch.optim.SGD(on.model.parameters(), lr=0.1)
+    for x, y in rows():
+        CE(on.model(x), y).backward()
+        raw.step()
+        on.optimizer.step()
+
+
 @loop("the loop", "step without backward", expected="no backward pass")
 def _(on: Any) -> None:
     on.optimizer.step()

@@ -69,4 +69,4 @@ def test_a_steady_step_makes_few_calls_in_few_files(
     private = ns.privatize(model, optimizer, plan, clip_norm=1.0, batch_size=ROWS)
     calls = walked(private, has_ids=has_ids)
     assert 100 < calls.total() <= 255, calls  # below, nothing was counted
-    assert len(calls) <= 28, sorted(calls)
+    assert len(calls) <= 29, sorted(calls)

@@ -3,7 +3,8 @@
 A model can change under a run: a layer exchanged, parameters frozen or unfrozen, others given to
 the optimizer. Steps would train objects that are not in the model: `ParameterGuard` is asked before
 each. An optimizer can be stepped by an old loop on raw gradients, of which the statement would know
-nothing: `guard` refuses that for as long as the run lives. State: the places of the parameters.
+nothing: `guard` refuses that for as long as the run lives, and has others refused
+(`other_optimizers`). State: the places of the parameters.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -26,6 +27,7 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.training.other_optimizers import in_step, keep_to_owner
 
 #: Set on an optimizer while a private step moves it.
 _MARK = "_is_in_private_step"
@@ -110,18 +112,27 @@ class ParameterGuard:
                 )
 
 
-def guard(optimizer: torch.optim.Optimizer, owner: object) -> Callable[[], None]:
-    """Let nobody but private steps move the optimizer while `owner` lives; returns the end of it.
+def guard(
+    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], owner: object
+) -> Callable[[], None]:
+    """Let nobody but private steps move the optimizer, and no other optimizer the parameters,
+    while `owner` lives; returns the end of it.
 
-    Guarantees: `optimizer.step()` outside `at_work` raises before any parameter is moved, for
+    Guarantees: `step()` of either outside `at_work` raises before any parameter is moved, for
     optimizers that are torch's or derived from them.
     """
+    release = keep_to_owner(owner, optimizer, parameters)
     register: Any = getattr(optimizer, "register_step_pre_hook", None)
     if register is None:
-        return lambda: None
+        return release
     handle: RemovableHandle = register(_refuse)
     weakref.finalize(owner, handle.remove)
-    return handle.remove
+
+    def end() -> None:
+        handle.remove()
+        release()
+
+    return end
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -149,9 +160,11 @@ def at_work(listener: Any, optimizer: torch.optim.Optimizer | None = None) -> It
         if listener.traces:
             listener.leave()
         listener.is_paused = True
+    in_step.depth += optimizer is not None
     try:
         yield
     finally:
+        in_step.depth -= optimizer is not None
         own[_MARK] = before[0]
         if listener is not None:
             listener.is_paused = before[1]

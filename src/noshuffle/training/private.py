@@ -79,7 +79,7 @@ class Private(TrainingRun):
             self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
-        self._let_go = guard(parts.optimizer, self)
+        self._let_go = guard(parts.optimizer, parts.parameters, self)
         self._is_looked_at = False
 
     @property
