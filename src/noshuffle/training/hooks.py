@@ -4,7 +4,7 @@ A model can change under a run: a layer exchanged, parameters frozen or unfrozen
 the optimizer. Steps would train objects that are not in the model: `ParameterGuard` is asked before
 each. An optimizer can be stepped by an old loop on raw gradients, of which the statement would know
 nothing: `guard` refuses that for as long as the run lives, and has others refused
-(`other_optimizers`). State: the places of the parameters.
+(`other_optimizers`). Steps that compiled code calls are `untraced`. State: places of parameters.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -20,7 +20,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import contextmanager
-from typing import Any
+from functools import wraps
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -31,6 +32,28 @@ from noshuffle.training.other_optimizers import in_step, keep_to_owner
 
 #: Set on an optimizer while a private step moves it.
 _MARK = "_is_in_private_step"
+
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+#: Untraced methods by name, as compiled code has to call them; made by the first `guard`, since
+#: torch takes seconds to import what it needs, and has done so for any optimizer.
+_outside: dict[str, Callable[..., Any]] = {}
+
+
+def untraced(method: _Method) -> _Method:
+    """A method that runs as it is inside torch.compile.
+
+    Ledger, keys and hooks are nothing to compile: torch 2.13 ended in a RecursionError over them.
+    """
+    name = method.__qualname__
+    _outside[name] = method
+
+    @wraps(method)
+    def plain(*args: Any, **options: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling():  # a constant of what is traced
+            return _outside[name](*args, **options)
+        return method(*args, **options)
+
+    return plain  # type: ignore[return-value]
 
 
 class ModelHook:
@@ -121,6 +144,10 @@ def guard(
     Guarantees: `step()` of either outside `at_work` raises before any parameter is moved, for
     optimizers that are torch's or derived from them.
     """
+    for name, method in _outside.items():
+        if not hasattr(method, "_torchdynamo_disable"):
+            disable: Any = torch.compiler.disable
+            _outside[name] = disable(method)
     release = keep_to_owner(owner, optimizer, parameters)
     register: Any = getattr(optimizer, "register_step_pre_hook", None)
     if register is None:

@@ -43,7 +43,7 @@ from noshuffle.training.check import LoaderCheck, check_loader
 from noshuffle.training.compiled import Compiled, Pending
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.first_step import first_look, first_step
-from noshuffle.training.hooks import at_work, guard
+from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.passes import Listener
 from noshuffle.training.run import TrainingRun
@@ -107,7 +107,8 @@ class Private(TrainingRun):
 
         `ids` names the unit of every example. Without it, batches are told apart by content.
         Returns the mean loss of the batch, which is raw data and not private: look at it, but
-        publish only what the statement covers.
+        publish only what the statement covers. Under torch.compile a step runs as it is;
+        `privatize(compile=True)` is for that.
         """
         if os.getpid() != self._owner:  # before the lock: a fork may have inherited it closed
             self.check_owner()
@@ -116,6 +117,7 @@ class Private(TrainingRun):
             assert self._outcome is not None
             return self._outcome.loss
 
+    @untraced
     def advance(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], *, ids: Any = None
     ) -> None:

@@ -35,6 +35,7 @@ from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
+from noshuffle.training.hooks import untraced
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.step_parts import Parts
@@ -71,6 +72,7 @@ class Step:
         self._admission: Admission | None = None
         self._coming: Callable[[], bytes] | None = None
 
+    @untraced
     def add(
         self,
         loss_fn: Criterion | ModelLoss,
@@ -137,6 +139,7 @@ class Step:
                 value.add_(part.values[name])
         self._sums.append(part)
 
+    @untraced
     def release(self) -> Outcome:
         """Commit, add noise, divide by the planned batch size, update."""
         parts = self.parts

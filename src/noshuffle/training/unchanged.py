@@ -37,6 +37,7 @@ from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.first_step import first_step
 from noshuffle.training.generators import seeded
+from noshuffle.training.hooks import untraced
 from noshuffle.training.loop_pass import Pass, check_factors, inputs_of, size_of, versions
 from noshuffle.training.outputs import tensors_of
 from noshuffle.training.passes import Listener, are_cleared
@@ -167,6 +168,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._listener.clear()
         self._inner.zero_grad(set_to_none)
 
+    @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
         """One private step from the backward passes since the last one."""
         self._parts.check_open()

@@ -39,6 +39,7 @@ from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
+from noshuffle.training.hooks import untraced
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.step import Step, rows_kept
 from noshuffle.training.step_parts import Parts
@@ -108,6 +109,7 @@ class GroupStep(Step):
         except NoshuffleError as error:
             self._late = error
 
+    @untraced
     def add(
         self,
         loss_fn: Criterion | ModelLoss,
@@ -270,6 +272,7 @@ class GroupStep(Step):
             return None
         return parts.sums.clipped_sum(loss_fn, part, rng=rng)
 
+    @untraced
     def release(self) -> Outcome:
         """Reduce over the ranks, record, add noise, divide by the planned batch size, update."""
         if self._admission is None:  # a batch in parts: has every rank come to its end?
