@@ -319,3 +319,22 @@ def test_an_index_outside_a_table_says_whose_it_is(vectorise: bool) -> None:
     words = "one of [0-9]+ users|user 'u" if vectorise else "in the data of user 'u[0-9]+'$"
     with pytest.raises(InvalidInput, match=words):
         simulate(a_run(), a_model(), replace(task, y=y), loss_fn=own, **settings)
+
+
+@pytest.mark.parametrize("label", [2, -1, 2**40])
+def test_a_held_out_label_that_is_no_class_is_one_line(label: int) -> None:
+    """It ended in an IndexError of torch."""
+    task, model = a_task(), a_model()
+    y = task.y_test.long().clone()
+    y[3] = label
+    line = f"label {label} in row 3 of the held-out users is none of the model's 2 classes"
+    with pytest.raises(InvalidInput, match=line):
+        evaluate(model, dict(model.named_parameters()), replace(task, y_test=y), batch_size=2)
+    own = nn.CrossEntropyLoss(reduction="none")
+    with pytest.raises(InvalidInput, match=r"held-out users \(rows 2 to 3\)$"):
+        evaluate(
+            model, dict(model.named_parameters()), replace(task, y_test=y), batch_size=2,
+            loss_fn=own,
+        )  # fmt: skip
+    y[3] = NO_TARGET
+    evaluate(model, dict(model.named_parameters()), replace(task, y_test=y))

@@ -113,11 +113,7 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
     A label that is no class makes the loss of its example NaN, and so the update of its owner,
     which then counts as zero (`clip_flat`): torch would end the training of everybody.
     """
-    if targets.is_floating_point() and targets.shape != scores.shape:
-        raise InvalidInput(
-            f"classes are whole numbers, and these targets are {targets.dtype}; give y.long(), or "
-            "a loss_fn for numbers (squared_error)"
-        )
+    _check_kind(scores, targets)
     spoiled: Tensor | None = None
     if not targets.is_floating_point():
         is_class = (targets >= 0) & (targets < scores.shape[1])
@@ -129,6 +125,30 @@ def cross_entropy(scores: Tensor, targets: Tensor) -> Tensor:
         return losses
     counted = (targets != NO_TARGET).flatten(1).sum(1).clamp_min(1)
     return losses.flatten(1).sum(1) / counted
+
+
+def check_classes(scores: Tensor, targets: Tensor, *, first: int) -> None:
+    """Raise unless all targets of held-out rows (from `first` on) are classes of the model.
+
+    torch would end in an error that does not say where, and on a GPU takes the process with it.
+    """
+    _check_kind(scores, targets)
+    classes = scores.shape[1]
+    wrong = ((targets < 0) | (targets >= classes)) & (targets != NO_TARGET)
+    if not targets.is_floating_point() and bool(wrong.any()):
+        row, label = int(wrong.nonzero()[0, 0]), int(targets[wrong][0])
+        raise InvalidInput(
+            f"label {label} in row {first + row} of the held-out users is none of the model's "
+            f"{classes} classes (0 to {classes - 1}); correct it, or leave the row out"
+        )
+
+
+def _check_kind(scores: Tensor, targets: Tensor) -> None:
+    if targets.is_floating_point() and targets.shape != scores.shape:
+        raise InvalidInput(
+            f"classes are whole numbers, and these targets are {targets.dtype}; give y.long(), or "
+            "a loss_fn for numbers (squared_error)"
+        )
 
 
 def clip_flat(flat: Tensor, *, clip_norm: float) -> tuple[Tensor, float, bool]:

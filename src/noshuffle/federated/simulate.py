@@ -32,6 +32,7 @@ from noshuffle.federated.clients import (
     NO_TARGET,
     LocalTraining,
     LossFn,
+    check_classes,
     clip_delta,
     cross_entropy,
     local_train,
@@ -238,17 +239,24 @@ def _together(
 
 @contextmanager
 def _named(users: Sequence[UserId]) -> Iterator[None]:
+    """An index outside a table says whose it is."""
+    whose = f"user {users[0]!r}"
+    if len(users) > 1:
+        whose = f"one of {len(users)} users that train together ({users[0]!r}, …)"
+        whose += "; vectorise=False names it"
+    with _in_data_of(whose):
+        yield
+
+
+@contextmanager
+def _in_data_of(whose: str) -> Iterator[None]:
     """An index outside a table (a symbol that is none, a label under a loss of one's own) is one
-    line that says whose it is."""
+    line."""
     try:
         yield
     except (IndexError, RuntimeError) as error:
         if "out of bounds" not in str(error) and "out of range" not in str(error):
             raise
-        whose = f"user {users[0]!r}"
-        if len(users) > 1:
-            whose = f"one of {len(users)} users that train together ({users[0]!r}, …)"
-            whose += "; vectorise=False names it"
         why = str(error).partition("\n")[0]
         raise InvalidInput(f"{why}: in the data of {whose}") from error
 
@@ -277,10 +285,12 @@ def evaluate(
         end = min(at + batch_size, rows)
         x, y = task.widen(task.x_test[at:end], task.y_test[at:end])
         x, y = x.to(device), y.to(device)
-        scores = call_with(twin, parameters, (x,))
-        if loss_fn is not cross_entropy:
-            loss, targets = loss + float(loss_fn(scores, y).sum()), targets + len(y)
-            continue
+        with _in_data_of(f"the held-out users (rows {at} to {end - 1})"):
+            scores = call_with(twin, parameters, (x,))
+            if loss_fn is not cross_entropy:
+                loss, targets = loss + float(loss_fn(scores, y).sum()), targets + len(y)
+                continue
+        check_classes(scores, y, first=at)
         is_target = y != NO_TARGET
         losses = nn.functional.cross_entropy(scores, y, reduction="sum", ignore_index=NO_TARGET)
         loss += float(losses)
