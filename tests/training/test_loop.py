@@ -6,7 +6,7 @@ import json
 import os
 import re
 import stat
-from itertools import islice
+from itertools import chain, islice
 
 import numpy as np
 import pytest
@@ -15,7 +15,7 @@ from safetensors import SafetensorError
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from noshuffle.errors import InvalidInput, ParticipationViolation
+from noshuffle.errors import InvalidInput, ParticipationViolation, ProbablyNotMeant
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
 from noshuffle.plan import Plan
@@ -366,3 +366,104 @@ def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path):
     private = make(rule=SinglePass(steps=8), on_violation="drop")  # who asks for it may
     fit_model(private, batches(), LOSS, epochs=2)
     assert private.steps_released == 8
+
+
+class Itself:
+    """A loader that is its own iterator, and begins anew."""
+
+    def __iter__(self):
+        self.inside = iter(Anew())
+        return self
+
+    def __next__(self):
+        return next(self.inside)
+
+
+class Anew:
+    """Batches of unknown length that begin anew each time."""
+
+    def __init__(self, begin: int = 0, end: int = 20) -> None:
+        self.begin, self.end = begin, end
+
+    def __iter__(self):
+        for i in range(self.begin, self.end, 5):
+            yield Batch((X[i : i + 5], Y[i : i + 5]), range(i, i + 5))
+
+
+def test_several_passes_over_batches_of_unknown_length():
+    """The second pass read past as many batches as the first had, and trained on none."""
+    reference = make(rule=MinSeparation(8, 4, 2))
+    fit_model(reference, batches(), LOSS, epochs=2)
+    for kind in (Anew(), Itself()):
+        private = make(rule=MinSeparation(8, 4, 2))
+        fit_model(private, kind, LOSS, epochs=2)
+        assert private.steps_released == 8
+        assert torch.equal(weights(private), weights(reference))
+
+
+def test_an_iterator_is_not_read_several_times(recwarn):
+    private = make(rule=MinSeparation(8, 4, 2))
+    with pytest.raises(InvalidInput, match="epochs=2 reads the batches 2 times, and a generator"):
+        fit_model(private, iter(Anew()), LOSS, epochs=2)
+    assert private.steps_released == 0
+    fit_model(private, chain(Anew(), Anew()), LOSS, epochs=2, steps_per_epoch=4)  # all of them
+    assert private.steps_released == 8
+    assert not [w for w in recwarn if w.category is ProbablyNotMeant]
+    planned = make()
+    with pytest.warns(ProbablyNotMeant, match="pass 2 of 3 brought no batch.*after 4 steps"):
+        fit_model(planned, iter(Anew()), LOSS)
+    assert planned.steps_released == 4
+
+
+@pytest.mark.parametrize("kind", [Anew, lambda a, b: list(Anew(a, b))])
+def test_a_further_file_is_trained_on_with_first_step(kind, recwarn):
+    """As many of its batches as the run had steps were read past, in silence."""
+    private, reference = (make(rule=SinglePass(steps=4)) for _ in range(2))
+    fit_model(reference, batches(), LOSS)
+    fit_model(private, kind(0, 10), LOSS)
+    fit_model(private, kind(10, 20), LOSS, first_step=private.steps_done)
+    assert private.steps_released == 4
+    assert torch.equal(weights(private), weights(reference))
+    assert not [w for w in recwarn if w.category is ProbablyNotMeant]
+    loose = make(rule=SinglePass(steps=4))
+    fit_model(loose, kind(0, 10), LOSS)
+    with pytest.warns(ProbablyNotMeant, match="done 2 steps.*give first_step=2 if they are others"):
+        fit_model(loose, kind(10, 20), LOSS)
+    with pytest.raises(InvalidInput, match="first_step is how many of the 2 steps"):
+        fit_model(loose, kind(10, 20), LOSS, first_step=3)
+
+
+def test_a_further_file_goes_on_where_it_was_interrupted(tmp_path):
+    def interrupt(where):
+        if where.step == 3:
+            raise KeyboardInterrupt
+
+    reference = make(rule=SinglePass(steps=4))
+    fit_model(reference, batches(), LOSS)
+    first = make(tmp_path, rule=SinglePass(steps=4))
+    fit_model(first, Anew(0, 10), LOSS)
+    with pytest.raises(KeyboardInterrupt):
+        fit_model(
+            first, Anew(10, 20), LOSS, first_step=2, checkpoint_every=1, callbacks=[interrupt]
+        )
+    del first
+    second = make(tmp_path, rule=SinglePass(steps=4))
+    second.resume()
+    fit_model(second, Anew(10, 20), LOSS, first_step=2)
+    assert second.steps_released == 4
+    assert torch.equal(weights(second), weights(reference))
+
+
+def test_an_iterator_that_is_given_again_stands_where_it_was(recwarn):
+    def interrupt(where):
+        if where.step == 2:
+            raise KeyboardInterrupt
+
+    private, reference = (make(rule=SinglePass(steps=4)) for _ in range(2))
+    fit_model(reference, batches(), LOSS)
+    once = iter(Anew())
+    with pytest.raises(KeyboardInterrupt):
+        fit_model(private, once, LOSS, callbacks=[interrupt])
+    fit_model(private, once, LOSS)
+    assert torch.equal(weights(private), weights(reference))
+    assert not [w for w in recwarn if w.category is ProbablyNotMeant]

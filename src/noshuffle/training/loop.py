@@ -14,7 +14,7 @@ raw: it goes to the callbacks alone.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -24,7 +24,7 @@ from torch import nn
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.objective import Criterion
-from noshuffle.errors import InvalidInput, instance_of, whole
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, instance_of, whole
 from noshuffle.participation import Epochs, Restarted
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.batches import (
@@ -35,6 +35,16 @@ from noshuffle.training.batches import (
     starting_at,
 )
 from noshuffle.training.private import Private
+from noshuffle.user_warnings import warn_user
+
+PAST = (
+    "this run has done {done} steps, and as many of these batches count as theirs and are read "
+    "past; give first_step={done} if they are others (a further file), first_step=0 if not"
+)
+ENDED = (
+    "pass {epoch} of {total} brought no batch (can they be read only once?), so training ended "
+    "after {done} steps; give a list, a DataLoader or an iterable that begins anew each time"
+)
 
 
 @dataclass(frozen=True)
@@ -66,6 +76,7 @@ def fit_model(
     *,
     epochs: int | None = None,
     steps_per_epoch: int | None = None,
+    first_step: int | None = None,
     evaluate: Evaluate | None = None,
     evaluate_every: int | None = None,
     checkpoint_every: int | None = None,
@@ -74,10 +85,17 @@ def fit_model(
 ) -> PrivacyStatement:
     """Train until the batches or the plan end; returns the statement of what was released.
 
+    `batches` are those of the whole run, from its first step on: a run that goes on reads past as
+    many as it has done. Further files go into one iterable with those before (`itertools.chain`),
+    or into a call of their own with `first_step`.
+
     Arguments:
         epochs: how often to go through `batches`; by default as the plan says (once if it is
-            silent).
+            silent). More than once needs something that begins anew each time; a generator does
+            not.
         steps_per_epoch: needed only to resume an iterable without a length in a later epoch.
+        first_step: how many steps of the run lie before the first of these batches, 0 by default;
+            `private.steps_done` where they are others than those of an earlier call.
         evaluate: measures the model on data that is public or held out; its figures are written
             to metrics.jsonl as they are, so let it return averages, nothing of single people.
         evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
@@ -88,6 +106,7 @@ def fit_model(
     instance_of(Iterable, batches=batches)
     total = _planned(private)[0] if epochs is None else epochs
     whole(epochs=total)
+    _check_readings(batches, epochs=epochs, is_cut=steps_per_epoch is not None)
     length = _length(private, batches, steps_per_epoch)
     if length and repeats_rows(batches) and not private._parts.drop:
         advice = f"fit the plan for Epochs(epochs={total}, steps_per_epoch={length})"
@@ -99,15 +118,19 @@ def fit_model(
         private.resume()
         if not private.steps_released:  # killed before its first checkpoint, it begins alike
             private.save()
-    if not length and private.steps_done and total > 1:
+    first, known = _begin(private, batches, first_step)
+    done = private.steps_done - first
+    if not length and done and total > 1:
         raise InvalidInput(
             "to resume batches of unknown length over several epochs, give steps_per_epoch"
         )
-    measured = private.steps_done
-    for epoch in range(private.steps_done // length if length else 0, total):
+    measured, begun = private.steps_done, done // length if length else 0
+    for epoch in range(begun, total):
         if epoch:
             private.read_again()
-        behind = _skip(private, batches, epoch * length)
+        before = private.steps_done
+        # The passes after it begin at their first batch, however long the one before was.
+        behind = _skip(private, batches, known, done - epoch * length) if epoch == begun else 0
         # A loader that is iterated anew draws order and augmentations from the generators.
         private.return_to_epoch(private.steps_done - behind)
         for item in starting_at(batches, behind):
@@ -119,7 +142,7 @@ def fit_model(
             if scheduler is not None:
                 scheduler.step()
             step = private.steps_done
-            is_end = step == private.plan.steps or bool(length and step % length == 0)
+            is_end = step == private.plan.steps or bool(length and (step - first) % length == 0)
             metrics = {}
             if is_end or (evaluate_every and step % evaluate_every == 0):
                 metrics, measured = _measure(private, evaluate, epoch), step
@@ -135,6 +158,9 @@ def fit_model(
                 for callback in callbacks:
                     callback(where)
         if private.steps_done >= private.plan.steps:
+            break
+        if epoch > begun and private.steps_done == before:
+            warn_user(ENDED.format(epoch=epoch + 1, total=total, done=before), ProbablyNotMeant)
             break
     if private.steps_done > measured:  # batches that ended before the plan, at an odd step
         _measure(private, evaluate, epoch)
@@ -169,11 +195,55 @@ def _length(private: Private, batches: Iterable[Any], given: int | None) -> int:
     return length
 
 
-def _skip(private: Private, batches: Iterable[Any], before: int) -> int:
-    """How many batches of this epoch lie behind; `before` steps belong to earlier epochs."""
+def _check_readings(batches: Iterable[Any], *, epochs: int | None, is_cut: bool) -> None:
+    """Raise where several passes were asked for, and `batches` can be read but once.
+
+    With steps_per_epoch (`is_cut`) a generator may bring the batches of all passes.
+    """
+    if epochs is not None and epochs > 1 and not is_cut and _ends_for_good(batches):
+        raise InvalidInput(
+            f"epochs={epochs} reads the batches {epochs} times, and a {type(batches).__name__} can "
+            "be read once; give a list, a DataLoader or another iterable that begins anew each time"
+        )
+
+
+def _ends_for_good(batches: Iterable[Any]) -> bool:
+    """Whether batches are surely read once: a generator, `zip`, `islice` and their like. Loaders
+    of others may be iterators of themselves, and begin anew."""
+    return isinstance(batches, Iterator) and type(batches).__module__ in ("builtins", "itertools")
+
+
+def _begin(private: Private, batches: Iterable[Any], given: int | None) -> tuple[int, bool]:
+    """The step of the first of these batches, and whether the call before had the same ones.
+
+    Warns of batches that would be read past although they may be others than those before.
+    """
+    before, private.last_batches = private.last_batches, batches
+    first, done = given or 0, private.steps_done
+    whole(at_least=0, first_step=first)
+    if first > done or (first and private.plan.participation.is_sampled):
+        why = "a secret sampler counts the steps itself" if first <= done else "so many lie behind"
+        raise InvalidInput(
+            f"first_step is how many of the {done} steps that were done lie before these batches, "
+            f"got {first}; leave it out where {why}"
+        )
+    is_other = before is not None and before is not batches
+    if is_other and given is None and done and not private.plan.participation.is_sampled:
+        warn_user(PAST.format(done=done), ProbablyNotMeant)
+    return first, before is batches
+
+
+def _skip(private: Private, batches: Iterable[Any], known: bool, done: int) -> int:
+    """How many batches of this pass lie behind, where `done` steps are of it.
+
+    An iterator that is `known` from an earlier call stands behind them by itself, and so does a
+    loader over private.sampler.
+    """
+    if known and _ends_for_good(batches):
+        return 0
     if private.plan.participation.is_sampled and not isinstance(batches, TensorBatches):
-        return 0  # a loader over private.sampler begins at the current step by itself
-    return private.steps_done - before
+        return 0
+    return done
 
 
 def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[str, float]:

@@ -40,6 +40,8 @@ class TrainingRun(OneOwner):
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = False
         self._statement: PrivacyStatement | None = None
+        #: What `fit_model` read last.
+        self.last_batches: Any = None
 
     @property
     def steps_done(self) -> int:
