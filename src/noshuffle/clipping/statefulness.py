@@ -157,6 +157,21 @@ class ModelState:
             for content in self._contents.values():
                 content.put_back()
 
+    def has_changed(self) -> bool:
+        """Whether anything of it is not as it was."""
+        for holder, before in self._entries:
+            own = {k: v for k, v in holder.items() if k in before or k not in _OF_TORCH}
+            if list(own) != list(before) or any(own[k] is not v for k, v in before.items()):
+                return True
+        for container, before in self._containers:
+            if isinstance(container, np.ndarray):
+                if not np.array_equal(container, before, equal_nan=container.dtype.kind in "fc"):
+                    return True
+                continue
+            if not _hold_the_same(container, before):
+                return True
+        return not all(content.is_kept_by(content.tensor) for content in self._contents.values())
+
     def changes(self) -> tuple[dict[str, Any], set[str]]:
         """What became of tensors that a run changed, by name, and all that it wrote into."""
         now = _named_tensors(self._model)
@@ -174,6 +189,17 @@ class ModelState:
         extras = _extra_state(self._model)
         changed.update({k: v for k, v in extras.items() if v != self._extras.get(k)})
         return changed, written
+
+
+def _hold_the_same(a: Any, b: Any) -> bool:
+    """Whether two containers of one kind hold the same objects; those of a dictionary by key."""
+    if len(a) != len(b):
+        return False
+    if isinstance(a, dict):
+        return list(a) == list(b) and all(v is w for v, w in zip(a.values(), b.values()))
+    if isinstance(a, set):
+        return set(map(id, a)) == set(map(id, b))
+    return all(v is w for v, w in zip(a, b))
 
 
 def _named_tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -41,6 +41,8 @@ class Pass:
         self.raw: dict[str, Tensor] = {}
         self.sent_back: dict[str, Tensor] = {}
         self.inner: Tensor | None = None  # ⟨output_i, c_i⟩, which the second pass must find again
+        #: Tensors of the model that it wrote into, unlike passes before it.
+        self.written: list[str] = []
         #: How often inputs and weights had been written to when the pass was over.
         self.inputs_at: list[int] = []
         self.weights_at: list[int] = []

@@ -32,6 +32,7 @@ from noshuffle.training.loss_reading import LossReading
 from noshuffle.training.loss_replay import coupling
 from noshuffle.training.loss_trace import LossTrace
 from noshuffle.training.outputs import CARRIED, Carried, apart, tensors_of
+from noshuffle.training.pass_writes import PassWrites
 from noshuffle.user_warnings import warn_user
 
 #: Outputs that a loss may be made of.
@@ -92,6 +93,7 @@ class Listener:
         self._heard: Pass | None = None  # the pass that the current loss came from
         self._starts: dict[int, int] = {}  # outputs by sequence number, and the numbers of passes
         self._carried = Carried()
+        self.writes = PassWrites()
         self._passes_ever = 0
         self.own = [p for p in model.parameters() if p.requires_grad]
         self.is_zeroed = False  # whether .grad holds nothing of earlier steps
@@ -142,7 +144,10 @@ class Listener:
         """A forward pass begins: its random layers draw what the second one will draw."""
         if not module.training and torch.is_grad_enabled():
             self.missed = IN_EVAL
-        if module.training and torch.is_grad_enabled() and not self._before:
+        is_heard = module.training and torch.is_grad_enabled() and not self._before
+        if not self._before:
+            self.writes.begin(module, is_heard=is_heard)
+        if is_heard:
             self.leave()
             device = next(module.parameters()).device
             self._before = [(g, g.get_state()) for g in generators(device)]
@@ -164,6 +169,7 @@ class Listener:
         self.count += 1
         self._passes_ever += 1
         one.inputs_at, one.weights_at = versions(tree_leaves((args, kwargs))), versions(self.own)
+        one.written = self.writes.end()
         if self.is_due and self._carried.has((args, kwargs)):
             one.refusal = CARRIED
         given = output

@@ -79,6 +79,7 @@ class Private(TrainingRun):
             self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
+        parts.pass_writes = None if self._listener is None else self._listener.writes
         self._let_go = guard(parts.optimizer, parts.parameters, self)
         self._is_looked_at = False
 
@@ -141,6 +142,9 @@ class Private(TrainingRun):
         seen: Outcome | Pending | None = None
         if self.compiled is not None:
             with at_work(self._listener, self._parts.optimizer):
+                if self._parts.pass_writes is not None:
+                    self._parts.pass_writes.judge(self._parts.model, loss_fn, cuttable(batch))
+                    self._parts.pass_writes = None
                 seen = self.compiled.step(loss_fn, cuttable(batch), ids, index=self._index)
         if seen is None:
             step = self._new_step()

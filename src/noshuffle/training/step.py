@@ -95,6 +95,9 @@ class Step:
             self.hear(batch)
         self._settle()  # the part before was not the last one, whatever it said
         parts, admission = self.parts, None
+        if parts.pass_writes is not None and size:
+            parts.pass_writes.judge(parts.model, loss_fn, batch)
+            parts.pass_writes = None
         if parts.first_rows is not None:
             compare_rows(parts, batch if data is None else data)
         is_whole = is_last and data is None and own is None and not self._ids

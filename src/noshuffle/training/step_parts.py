@@ -17,6 +17,7 @@ from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
+from noshuffle.training.pass_writes import PassWrites
 
 
 class Engine(Protocol):
@@ -51,6 +52,8 @@ class Parts:
     skips_replays: bool = False
     #: Inputs of the first batch of a loader that was checked, until the first step has seen them.
     first_rows: Tensor | None = field(default=None, repr=False)
+    #: What passes of the user wrote into the model, until the first step has looked at it.
+    pass_writes: PassWrites | None = field(default=None, repr=False)
     #: Whether the run was closed: an engine may go on elsewhere.
     is_over: bool = field(default=False, init=False)
     #: Whether the model was found to mix examples.

@@ -214,6 +214,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if one.own_loss is not None:
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 try:
+                    heard.writes.judge_again(self._parts.model, loss_fn, batch, one.written)
                     step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
                 except (RuntimeError, IndexError) as error:
                     if not is_first or isinstance(error, NoshuffleError | torch.OutOfMemoryError):

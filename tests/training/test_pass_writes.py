@@ -1,0 +1,129 @@
+"""What a pass of the user writes into a model, before a private step could look at it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from noshuffle.errors import Unsupported
+from noshuffle.noise import test_source
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import tree
+from noshuffle.training import privatize
+
+LOSS = nn.CrossEntropyLoss()
+
+
+class FirstBatch(nn.Module):
+    """Sets something from the data of its `when`-th pass, once: ActNorm, code books, scales."""
+
+    def __init__(self, what, when=1):
+        super().__init__()
+        self.what, self.when, self.passes, self.number = what, when, 0, 0.0
+        self.layer, self.bias = nn.Linear(4, 3), nn.Parameter(torch.zeros(4))
+        self.register_buffer("mean", torch.zeros(4))
+
+    def forward(self, x):
+        self.passes += 1
+        if self.passes == self.when:
+            with torch.no_grad():
+                if self.what == "parameter":
+                    self.bias.copy_(-x.mean(0))
+                elif self.what == "buffer":
+                    self.mean.copy_(x.mean(0))
+                else:
+                    self.number = x.mean().item()
+        return self.layer(x + self.bias - self.mean - self.number)
+
+
+def make(model):
+    torch.manual_seed(0)
+    return privatize(
+        model,
+        torch.optim.SGD(model.parameters(), lr=0.2),
+        Plan(participation=SinglePass(steps=8), strategy=tree(), noise_multiplier=0.5),
+        clip_norm=1.0,
+        batch_size=8,
+        source=test_source(seed=1),
+    )
+
+
+def data(seed=0):
+    draw = torch.Generator().manual_seed(seed)
+    return torch.randn(8, 4, generator=draw), torch.randint(3, (8,), generator=draw)
+
+
+def loop_step(private, x, y):
+    private.optimizer.zero_grad()
+    LOSS(private.model(x), y).backward()
+    private.optimizer.step()
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+def test_a_layer_that_the_first_batch_of_a_loop_initialises_is_refused(what):
+    private = make(FirstBatch(what))
+    for _ in range(2):
+        with pytest.raises(Unsupported, match=r"set by the forward pass|keeps"):
+            loop_step(private, *data())
+    assert private.steps_released == 0
+
+
+@pytest.mark.parametrize("has_grad", [True, False])
+def test_so_is_one_that_a_pass_before_the_first_step_has_initialised(has_grad):
+    private = make(FirstBatch("parameter"))
+    with torch.set_grad_enabled(has_grad):
+        private.model(data()[0])
+    with pytest.raises(Unsupported, match="parameter 'bias' is set by the forward pass"):
+        private.step(LOSS, *data())
+    with (
+        pytest.raises(Unsupported, match="parameter 'bias' is set by the forward pass"),
+        private.accumulate() as step,
+    ):
+        step.add(LOSS, data())
+    assert private.steps_released == 0
+
+
+@pytest.mark.parametrize("what", ["parameter", "buffer"])
+def test_a_later_pass_of_a_loop_may_not_either(what):
+    private = make(model := FirstBatch(what, when=10**9))
+    for seed in range(4):  # 5 passes: the looks of steps 1, 2, 4 are over
+        loop_step(private, *data(seed))
+    model.when = model.passes + 1
+    with pytest.raises(Unsupported, match=r"must not change in a step"):
+        loop_step(private, *data(4))
+    assert private.steps_released == 4
+    assert not model.mean.any()
+
+
+class Cached(nn.Module):
+    """A table as long as the longest batch so far, which tells of shapes alone; a counter."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("table", torch.zeros(0), persistent=False)
+        self.register_buffer("calls", torch.tensor(0))
+
+    def forward(self, x):
+        self.calls += 1
+        if x.shape[1] > len(self.table):
+            self.table = torch.cos(torch.arange(x.shape[1]) * 1.0)
+        return self.layer((x * self.table[: x.shape[1], None]).mean(1))
+
+
+def test_counters_and_caches_that_grow_are_no_statistics():
+    private, draw = make(Cached()), torch.Generator().manual_seed(0)
+    for length in (3, 2, 5, 6, 4, 9):
+        loop_step(private, torch.randn(8, length, 4, generator=draw), data()[1])
+    assert private.steps_released == 6
+
+
+def test_weights_that_are_loaded_after_a_pass_stay():
+    private = make(model := nn.Sequential(nn.Linear(4, 3)))
+    with torch.no_grad():
+        model(data()[0])
+    model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
+    private.step(LOSS, *data())
+    assert (model[0].weight - 1).abs().max() < 0.5
