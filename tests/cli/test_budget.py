@@ -140,3 +140,15 @@ def test_tune_keeps_the_best_and_says_what_the_search_costs(
     assert (out / "model.safetensors").is_file()
     assert [entry.what for entry in budget.entries()] == ["search over 4 settings"]
     assert budget.total().pure == pytest.approx(record["statement"]["epsilon"])
+
+
+def test_a_search_on_a_budget_has_the_delta_that_was_asked_for(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    budget = Budget(tmp_path / "b", epsilon=8.0, delta=1e-5, pure=6.0)
+    line = ["tune", "--model", "linear", "--mechanism", "tree", "--epochs", "1", "--epsilon", "3"]
+    line += ["--learning-rates", "0.1", "--repeats", "1", "--json", "--budget", str(budget.folder)]
+    assert main([*line, "--delta", "1e-8", "--out", str(tmp_path / "asked")]) == 0
+    assert said(capsys)["statement"]["delta"] == 1e-8
+    assert main([*line, "--out", str(tmp_path / "default")]) == 0
+    assert said(capsys)["statement"]["delta"] == pytest.approx(1e-6)

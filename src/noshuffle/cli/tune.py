@@ -70,7 +70,9 @@ def tune(stated: dict[str, Any], search: TuneOptions, output: Output) -> None:
     own = opened(search.budget)
     out.mkdir(parents=True, exist_ok=True)  # what cannot be kept is not searched for
     try:
-        found = _search(settings, choices, search, own)
+        # A δ that was not asked for is a tenth of the budget's.
+        delta = settings.delta if own is None or "delta" in stated else None
+        found = _search(settings, choices, search, own, delta)
     except BaseException:
         with suppress(OSError):
             out.rmdir()
@@ -99,7 +101,11 @@ def _numbers(text: str | None, default: list[float]) -> list[float]:
 
 
 def _search(
-    settings: TrainSettings, choices: list[TrainSettings], search: TuneOptions, own: Budget | None
+    settings: TrainSettings,
+    choices: list[TrainSettings],
+    search: TuneOptions,
+    own: Budget | None,
+    delta: float | None,
 ) -> Tuned:
     from noshuffle.budget import tune as best_of
     from noshuffle.cli.job import train_quietly
@@ -122,7 +128,7 @@ def _search(
         run,
         choices,
         epsilon=float(settings.epsilon or 0.0),
-        delta=None if own is not None else settings.delta,
+        delta=delta,
         repeats=search.repeats,
         law=search.law,
         score_share=0.0 if data.is_test_public else 0.1,
