@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import signal
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -284,6 +285,25 @@ def test_a_run_of_an_app_goes_on_by_the_app(
 def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     out = tmp_path / "run"
     assert main(["federated", "--clip", "adaptive", "--rounds", "4", "--out", str(out)]) == 2
+    assert not out.exists()
+
+
+def test_a_task_without_held_out_rows_is_refused_before_anything_is_charged(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = """
+        from dataclasses import replace
+        from noshuffle.federated.tasks import digits
+        def task():
+            found = digits()
+            return replace(found, x_test=found.x_test[:0], y_test=found.y_test[:0])
+    """
+    (tmp_path / "untested_task.py").write_text(textwrap.dedent(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    line = ["federated", "--task", "untested_task:task", "--rounds", "4", "--out", str(out)]
+    assert main(line) == 2
+    assert "has no held-out rows" in capsys.readouterr().err
     assert not out.exists()
 
 

@@ -179,6 +179,11 @@ def assemble(
     task = load_task(_TASKS.get(settings.task, settings.task))
     if settings.amplified:  # a secret sampler draws numbers
         task = replace(task, users=tuple(range(len(task))))
+    if not len(task.x_test):
+        raise InvalidInput(
+            f"{settings.task} has no held-out rows (x_test, y_test), on which a run is evaluated; "
+            "give rows of other people, or public ones"
+        )
     model = make_model(settings, task)
     folder = None if path is None else RunFolder(path)
     limits = limits_of(settings, users=len(task))
