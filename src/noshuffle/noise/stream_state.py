@@ -89,7 +89,7 @@ class SavedBuffers:
         kept.zero_()
         for name, pieces in self.layout.views(kept).items() if len(state) else ():
             flat = saved[name].reshape(len(state), -1)
-            for piece, part in zip(pieces, flat.split([p.shape[1] for p in pieces], dim=1)):
+            for piece, part in zip(pieces, torch.split(flat, [p.shape[1] for p in pieces], dim=1)):
                 piece.copy_(part)
         if self.compact is not None:
             write_buffers_(state, kept, **self._last_dithers(step))
