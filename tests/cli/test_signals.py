@@ -5,6 +5,7 @@ from __future__ import annotations
 import signal
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +18,14 @@ from noshuffle.cli.signals import Interrupted, StopRequest, status_of
 from noshuffle.cli.train_settings import TrainSettings
 
 NUMBERS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@pytest.fixture(autouse=True)
+def of_a_terminal() -> Iterator[None]:
+    """The signal of a closed terminal is heard, also where the tests themselves run under nohup."""
+    before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    yield
+    signal.signal(signal.SIGHUP, before)
 
 
 def in_process(program: str, *given: str) -> subprocess.CompletedProcess[str]:
