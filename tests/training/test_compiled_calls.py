@@ -52,7 +52,11 @@ def unchanged(private: ns.Private, wrap: Any) -> Callable[[Batch], Any]:
     return wrap(work)  # type: ignore[no-any-return]
 
 
-@pytest.mark.parametrize("way", [by_step, within, in_parts, unchanged])
+#: torch takes ten seconds to trace what lies around the step in these.
+SLOW = [pytest.param(way, marks=pytest.mark.slow) for way in (in_parts, unchanged)]
+
+
+@pytest.mark.parametrize("way", [by_step, within, *SLOW])
 def test_a_compiled_call_takes_the_same_steps(way: Any) -> None:
     """torch's tracer ended in a RecursionError inside the ledger."""
     ends = []
