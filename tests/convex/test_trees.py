@@ -118,6 +118,18 @@ def test_noise_of_many_trees_is_not_learned() -> None:
     assert PrivateTreesRegressor(**settings).fit(x, z).score(x, z) > 0.1
 
 
+def test_where_nothing_can_be_seen_trees_are_near_the_mean() -> None:
+    """Noise of 30 trees had twice the spread of such targets, and nine times that of the others."""
+    rng = np.random.default_rng(0)
+    x, z = rng.normal(size=(1500, 2)), rng.standard_t(2, size=1500).clip(-50, 50)
+    flat, errors = 8 + 0.3 * rng.normal(size=1500), []
+    for y, high in ((z, 50), (flat, 10)):
+        model = PrivateTreesRegressor(bounds=(-3, 3), target_bounds=(-high, high), test_seed=0)
+        errors.append(np.mean((y - model.fit(x, y).predict(x)) ** 2) / np.var(y))
+    assert errors[0] < 1.1
+    assert errors[1] < 1.7
+
+
 def test_the_noise_of_a_leaf_is_that_of_the_plan() -> None:
     """Leaves of rows that pull to neither side, against what the noise says; 3/2 would fail."""
     x, y = np.zeros((4000, 1)), np.arange(4000) % 2

@@ -8,9 +8,10 @@ of 2^D leaves. The random draws are public: they tell nothing of rows. Then one 
     (G_l, H_l) = Σ_{i in leaf l} (r_i, h_i·S)·clip  + noise      r: residual, h: curvature
     margins += −η·G̃_l/(max(H̃_l/S, 0) + σ)                      σ: deviation of the noise
 
-so that leaves which the noise hides stay near zero. Of numbers, what all leaves of a tree share
-and how they differ are shrunk by what they show beyond the noise (`_beyond`), or the noise of many
-trees would add up to more than the targets vary. A row lies in one leaf. For two classes
+so that leaves which the noise hides stay near zero. Of numbers, what all leaves of a tree share is
+a running mean over all trees, and how leaves differ counts by the share of its squares that is no
+noise, over the last ten trees or so (`_beside_mean`): the noise of many trees would else add up to
+more than the targets vary. A row lies in one leaf. For two classes
 r = p − y and h = p(1 − p), so |r|² + S²h² = p²(1 + S²(1 − p)²) ≤ 1 wherever S² ≤ (1+p)/(p²(1−p)),
 whose minimum over p is at (√5 − 1)/2: ((1+√5)/2)⁵ = 11.09. S = 3.3 leaves all rows unclipped; for
 more classes and for numbers (h = 1, S = 1/2) rows are clipped to norm √2.
@@ -34,7 +35,6 @@ from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rule import Rule
-from noshuffle.convex.shrinkage import kept_share
 
 BINS = 64
 #: Quantiles of a column that may become edges.
@@ -43,6 +43,8 @@ _EDGES = 16
 _LEAST = 0.001
 #: A leaf adds at most this to a margin.
 _FAR = 2.0
+#: What squares of sums count for one tree later.
+_MEMORY = 0.9
 Codes = NDArray[np.uint8]
 
 
@@ -82,6 +84,8 @@ class TreesRule(Rule):
         self.histogram, self.trees = np.zeros((self.features, BINS)), list[RandomTree]()
         self._rng, self._count = np.random.default_rng(self.seed), 0
         self.learning_rate, self._margins = self.rate, np.zeros((0, self.outputs))
+        # The running mean, what of it is shown, and squares: of sums, of noise, their number.
+        self._mean, self._shown, self._squares = 0.0, 0.0, np.zeros(3)
 
     @property
     def weights(self) -> Array:
@@ -125,17 +129,32 @@ class TreesRule(Rule):
         sums = mean[: 2 * self.outputs << self.depth].reshape(2, self.outputs, -1) * self._rows
         hidden = self._noise * self.clip_norm
         slope, rows = sums[0], np.maximum(sums[1] / self._share, 0.0)
-        leaves = np.zeros_like(slope)
+        step_of_mean = 0.0
         if not self.loss.is_classifier:
-            all_hidden = hidden * math.sqrt(rows.size)
-            leaves += _beyond(slope.sum(keepdims=True), all_hidden) / (
-                rows.sum() + all_hidden + 1e-9
-            )
-            slope = _beyond(slope - leaves * rows, hidden)
-        leaves += slope / (rows + hidden + 1e-9)
-        self._tree.leaves[:] = np.clip(-self.rate * leaves, -_FAR, _FAR).T
+            slope, step_of_mean = self._beside_mean(slope, rows, hidden)
+        leaves = slope / (rows + hidden + 1e-9)
+        self._tree.leaves[:] = np.clip(step_of_mean - self.rate * leaves, -_FAR, _FAR).T
         self.trees.append(self._tree)
         self._margins += self._tree.leaves[self._leaf]
+
+    def _beside_mean(self, slope: Array, rows: Array, hidden: float) -> tuple[Array, float]:
+        """How the sums of leaves differ, as far as it is no noise, and the next step of the mean.
+
+        Both are kept by James and Stein's (1961) share, of a noise that is one or two deviations
+        larger than on average: noise alone would else pass in every second tree.
+        """
+        trees = len(self.trees) + 1
+        off = float(slope.sum()) / self._rows
+        self._mean += (self._shown - off - self._mean) / trees
+        unsure = hidden * math.sqrt(slope.size / trees) / self._rows
+        shown = self._mean * _share(self._mean**2, (1.0 + 2.0 * math.sqrt(2.0)) * unsure**2)
+        step, self._shown = shown - self._shown, shown
+        slope = slope - off * rows
+        noise = hidden**2 * (1.0 + (off / self._share) ** 2)  # of rows, too
+        now = np.array([np.sum(slope**2), slope.size * noise, slope.size])
+        self._squares = _MEMORY * self._squares + now
+        square, noise, many = self._squares.tolist()
+        return slope * _share(square, (1.0 + math.sqrt(2.0 / many)) * noise), step
 
     def _list_splits(self) -> None:
         """Edges near quantiles of every column, and how likely each is drawn."""
@@ -159,9 +178,9 @@ class TreesRule(Rule):
         return places // BINS, places % BINS
 
 
-def _beyond(sums: Array, deviation: float) -> Array:
-    """Sums shrunk by what they show beyond their noise (James and Stein 1961)."""
-    return np.asarray(sums * kept_share(sums, deviation))
+def _share(square: float, noise: float) -> float:
+    """What of a square is no noise."""
+    return max(0.0, 1.0 - noise / square) if square > 0 else 0.0
 
 
 def codes_of(x: Array, low: Array, high: Array) -> Codes:
