@@ -10,7 +10,7 @@ from scipy.integrate import quad
 from scipy.stats import kstest, norm
 
 from noshuffle.accounting import gaussian
-from noshuffle.convex import losses
+from noshuffle.convex import PrivateHuberRegressor, PrivateSVC, losses
 from noshuffle.convex.solvers import generalized_gaussian as gg
 from noshuffle.convex.solvers.base import rho_budget
 from noshuffle.convex.solvers.minimise import minimise
@@ -49,6 +49,17 @@ def test_minimiser_moves_within_the_sensitivity(loss, ridge: float) -> None:
     assert worst <= bound * (1 + 1e-9)
     if ridge == 1.0 and loss.name == "smoothed_hinge":
         assert worst > 0.3 * bound  # of the right size, not only large
+
+
+def test_kinks_of_the_slope_do_not_stop_the_minimiser() -> None:
+    """Full Newton steps went in a circle there, in one tilt of fifty."""
+    rng = np.random.default_rng(0)
+    for _ in range(200):
+        x = rng.normal(size=(100, 1)).clip(-1, 1)
+        y = np.where(x[:, 0] > 0, 1.0, -1.0)
+        settings = {"ridge": 10 ** rng.uniform(-4, -1), "tilt": rng.normal(size=1) / 10}
+        found = minimise(losses.smoothed_hinge(), x, y, tolerance=1e-12, **settings)
+        assert found.gradient_norm <= 1e-12
 
 
 def test_noise_and_statement_of_output_perturbation() -> None:
@@ -196,6 +207,19 @@ def test_objective_perturbation_returns_the_exact_minimiser() -> None:
     )
     np.testing.assert_allclose(run.weights, again.weights, atol=1e-6)
     assert (run.statement.epsilon, run.statement.delta) == (2.0, 1e-6)
+
+
+def test_a_large_epsilon_is_no_worse() -> None:
+    """Beside ε = 32 the ridge was so small that what covers the inexact minimiser hid it."""
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(300, 4)).clip(-3, 3)
+    y = x @ [1.0, -1.0, 0.5, 0.0]
+    for model in (PrivateSVC(classes=[False, True]), PrivateHuberRegressor(target_bounds=(-8, 8))):
+        target = y if isinstance(model, PrivateHuberRegressor) else y > 0
+        for epsilon in (64.0, 1e4):
+            model.set_params(epsilon=epsilon, solver="objective", bounds=(-3, 3), test_seed=0)
+            assert model.fit(x, target).score(x, target) > 0.95
+    assert tilt(losses.logistic(), rows=9, ridge=1.0, epsilon=1e5).kappa > 0
 
 
 @pytest.mark.parametrize("bad", [losses.hinge(), losses.absolute(), losses.squared(radius=1.0)])

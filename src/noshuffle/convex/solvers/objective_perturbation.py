@@ -105,7 +105,7 @@ def tilt(
     dimension the pure tilt is taken at δ > 0, too, where its mean square (d + 1)·scale² is smaller.
     """
     positive(epsilon=epsilon, ridge=ridge)
-    needed = loss.smoothness / (rows * math.expm1(epsilon / 2))
+    needed = loss.smoothness / (rows * math.expm1(min(epsilon / 2, 700.0)))  # a double's range
     total = max(ridge + loss.ridge, needed)
     kappa = math.log1p(loss.smoothness / (rows * total))
     pure = contribution(neighbours) * loss.lipschitz / (epsilon - kappa)
