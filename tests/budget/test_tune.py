@@ -110,6 +110,13 @@ def test_the_best_setting_is_found() -> None:
     assert everything.statement.epsilon <= 2.0 * (1 + 1e-12)
 
 
+def test_a_search_that_is_refused_is_not_charged(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=8.0, delta=0.5, pure=4.0)
+    with pytest.raises(InvalidInput, match="choose a smaller delta"):
+        tune(run, [1.0], epsilon=0.01, delta=0.4, repeats=2, budget=budget)
+    assert not budget.entries()
+
+
 def test_a_run_cannot_cost_more_than_its_share(tmp_path: Path) -> None:
     def dear(setting: float, trial: Trial) -> tuple[Any, Any]:
         plan = Plan.fit(SinglePass(2), mechanism="tree", epsilon=1.01 * trial.epsilon, delta=DELTA)

@@ -187,6 +187,12 @@ def tune(
         mu = gaussian.mu(epsilon=epsilon, delta=delta) / math.sqrt(len(choices))
     else:
         mu = largest_mu(drawn, epsilon=epsilon, delta=delta)
+    share = gaussian.epsilon(mu=mu * math.sqrt(1 - score_share), delta=delta)
+    if not share > 0:  # then every run of (0, δ) would pass, whatever its μ
+        raise InvalidInput(
+            f"one run of this search may cost (0, δ) only, since delta = {delta:g} is large beside "
+            f"epsilon = {epsilon:g}; choose a smaller delta"
+        )
     statement = _statement(drawn, mu, len(choices), delta, unit, neighbours, score_share)
     charge = None
     if budget is None:
@@ -199,12 +205,6 @@ def tune(
         asked = choices
     else:
         asked = [random.choice(choices) for _ in range(drawn.draw(random.random))]
-    share = gaussian.epsilon(mu=mu * math.sqrt(1 - score_share), delta=delta)
-    if not share > 0:  # then every run of (0, δ) would pass, whatever its μ
-        raise InvalidInput(
-            f"one run of this search may cost (0, δ) only, since delta = {delta:g} is large beside "
-            f"epsilon = {epsilon:g}; choose a smaller delta"
-        )
     draws = KeyedDraws(Source(new_key()), name="scores")
     best: tuple[float, Any, Any] = (-math.inf, None, None)
     for setting in asked:
