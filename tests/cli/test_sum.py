@@ -83,12 +83,12 @@ def test_rows_of_one_id_are_one_unit(tmp_path: Path, capsys: pytest.CaptureFixtu
 
 
 def test_odd_rows_count_as_zero(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    rows = [(1, 2), ("nan", 1), (1, ""), ("inf", 0), (1, 1)]
+    rows = [(1, 2), ("nan", 1), (1, ""), ("inf", 0), (1, 1), ("NA", 1), ("null", "#N/A")]
     out = tmp_path / "run"
     told = run(capsys, write(tmp_path / "t.csv", rows), out, "--clip", "9", "--batch", "2", *LOUD)
-    assert told["rows"] == 5
+    assert told["rows"] == 7
     assert [(round(r["price"], 2), round(r["count"], 2)) for r in totals(out)] == [
-        (1, 2), (1, 2), (2, 3),
+        (1, 2), (1, 2), (2, 3), (2, 3),
     ]  # fmt: skip
 
 
@@ -99,6 +99,7 @@ def test_odd_rows_count_as_zero(tmp_path: Path, capsys: pytest.CaptureFixture[st
         ("1,2\n3,4\n", {}, ("1", "2"), 2),
         ("2019,2020\n3,4\n", {"has_header": True}, ("2019", "2020"), 1),
         ("1,,3\n3,4,5\n", {}, ("1", "2", "3"), 2),
+        ("1,NA\n3,4\n", {}, ("1", "2"), 2),
         (" a , b \n 1 , 2 \n\n", {"columns": ["b"]}, ("b",), 1),
         ("1,x\n", {"has_header": False, "columns": ["1"]}, ("1",), 1),
     ],

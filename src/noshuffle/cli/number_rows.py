@@ -2,9 +2,10 @@
 
 The first line names the columns if one of its cells is neither empty nor a number; otherwise it is
 data and the columns are called 1, 2, 3 … (`has_header` says so beforehand). Every column that is
-asked for must hold numbers. A row with an empty cell, NaN or infinity in one of them, or without
-an id where ids are asked for, counts as zeros: it is there, and adds nothing. A column without a
-name (the index that pandas writes, a comma at the end of every line) is taken only if asked for.
+asked for must hold numbers. A row with an empty cell, NA, NaN or infinity in one of them, or
+without an id where ids are asked for, counts as zeros: it is there, and adds nothing. A column
+without a name (the index that pandas writes, a comma at the end of every line) is taken only if
+asked for.
 
 >>> text = io.StringIO("a,b,who\\n1,2,x\\n3,,y\\n")
 >>> table = NumberRows(text, "t.csv", columns=["a", "b"], id="who")
@@ -29,6 +30,8 @@ from noshuffle.cli.words import shortened
 from noshuffle.errors import InvalidInput
 
 NumberRow = tuple[tuple[float, ...], str]
+#: What R, pandas, spreadsheets and databases write for a number that is not there.
+NO_NUMBER = frozenset(("NA", "N/A", "#N/A", "null", "NULL"))
 
 
 class CellRows:
@@ -153,11 +156,14 @@ def open_text(file: Path) -> TextIO:
 
 
 def as_number(cell: str) -> float | None:
-    """The number that a cell holds, or None; Python's 1_000 is none.
+    """The number that a cell holds (NaN where it says that there is none), or None; Python's 1_000
+    is none.
 
-    >>> as_number("1e3"), as_number("1_000"), as_number("x")
-    (1000.0, None, None)
+    >>> as_number("1e3"), as_number("1_000"), as_number("x"), as_number("NA")
+    (1000.0, None, None, nan)
     """
+    if cell in NO_NUMBER:
+        return math.nan
     try:
         return None if "_" in cell else float(cell)
     except ValueError:

@@ -99,7 +99,8 @@ class SumOptions:
 def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     """Private running totals of the columns of a table, in its order.
 
-    FILE is a .csv table, or - for standard input. A row with an empty cell or NaN counts as zeros.
+    FILE is a .csv table, or - for standard input. A row with an empty cell, NA or NaN counts as
+    zeros.
 
     For example: noshuffle sum sales.csv --clip 100 --epsilon 1 · tail -f log.csv | noshuffle sum -
     --clip 1 --batch 60 --steps 1440

@@ -29,15 +29,13 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.cli.number_rows import CellRows, check_named, open_text
+from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text
 from noshuffle.cli.words import shortened
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
 Categories = Mapping[str, Sequence[str]]
-#: What R, pandas, spreadsheets and databases write for a number that is not there.
-_NO_NUMBER = frozenset(("NA", "N/A", "#N/A", "null", "NULL"))
 ChooseFn = Callable[[dict[str, list[str]], list[str] | None], Categories]
 
 
@@ -173,9 +171,9 @@ def _parquet(path: Path) -> dict[str, list[str]]:
 
 def _emptied(column: list[str]) -> list[str]:
     """The column with empty cells in the place of words for them, if it holds something else."""
-    if not _NO_NUMBER.intersection(column) or not set(column) - _NO_NUMBER - {""}:
+    if not NO_NUMBER.intersection(column) or not set(column) - NO_NUMBER - {""}:
         return column
-    return ["" if cell in _NO_NUMBER else cell for cell in column]
+    return ["" if cell in NO_NUMBER else cell for cell in column]
 
 
 def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | None:
