@@ -26,6 +26,7 @@ from noshuffle.participation import (
 )
 from noshuffle.plan import Plan
 from noshuffle.release import ledger_tables as evidence
+from noshuffle.release.checkpoint import load
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_tables import Evidence, encode_units
@@ -243,6 +244,41 @@ def test_a_statement_that_is_behind_is_told_in_one_line(copy):
     assert "covers 7 steps, the ledger has 8; resume the run" in failure
     edit(copy / "statement.json", lambda r: r.update({"delta": 0.1}))
     assert any("statement.json says delta" in f for f in verify(copy).failures)
+
+
+def test_a_statement_of_an_earlier_row_does_not_leave_out_a_process(tmp_path):
+    """Rows of the ledger that stand before its last step count, whichever row it names."""
+    plan = Plan(participation=Epochs(2, 4), strategy=tree(), noise_multiplier=2.0)
+    for steps in ([0, 1], [2, 3]):  # two processes
+        sums = PrivateSum(plan, clip=1.0, run=tmp_path / "run")
+        for step in steps:
+            sums.add(X[6 * step : 6 * step + 6], ids=range(6 * step, 6 * step + 6))
+        sums.close()
+    db = sqlite3.connect(tmp_path / "run/ledger.sqlite")
+    lives = "SELECT seq - 1 FROM log WHERE kind = 'life' ORDER BY seq DESC"
+    (row,) = db.execute(lives).fetchone()
+    (link,) = db.execute("SELECT link FROM log WHERE seq = ?", (row,)).fetchone()
+    db.close()
+
+    def forge(record):
+        said = [one for one in record["assumptions"] if "2 processes" not in one]
+        assert len(said) == len(record["assumptions"]) - 1
+        record.update(ledger_rows=row, ledger_link=link.hex(), assumptions=said)
+
+    assert verify(tmp_path / "run").answer == "PROVED"
+    edit_json(tmp_path / "run/statement.json", forge)
+    assert any("says assumptions" in line for line in verify(tmp_path / "run").refuted)
+
+
+def test_a_state_that_cannot_be_unpacked_is_one_line(copy):
+    """torch raises what its unpickler happens to meet: KeyError, UnicodeDecodeError, …"""
+    (file,) = (copy / "checkpoints/step-00000008").glob("state.pt")
+    whole = file.read_bytes()
+    name = whole.index(b"threshold")
+    file.write_bytes(whole[:name] + b"\xff" + whole[name + 1 :])
+    assert any("state.pt cannot be read" in line for line in verify(copy).refuted)
+    with pytest.raises(InvalidInput, match=r"is damaged \(UnicodeDecodeError\); bring"):
+        load(file.parent)
 
 
 def test_missing_or_foreign_pieces(copy):

@@ -56,17 +56,27 @@ class Found:
         rows = (self.told or {}).get("ledger_rows")
         return rows if type(rows) is int else None
 
+    def _covered(self) -> float:
+        """Up to which row lives and notes of the budget count, whatever statement.json says.
+
+        A process that only opened the run after its last step has changed nothing that the
+        statement speaks of; all that came before it counts.
+        """
+        (last,) = self.evidence.db.execute("SELECT max(seq) FROM steps").fetchone()
+        opened = (e.seq for e in self.evidence.log("life") if e.seq > (last or 0))
+        told = self.told_rows()
+        return math.inf if told is None else max(told, next(opened, math.inf) - 1)
+
     def read_rows(self) -> None:
         """Steps, lives and facts, as the statement speaks of them."""
-        evidence, told = self.evidence, self.told_rows()
+        evidence, covered = self.evidence, self._covered()
         self.rows = list(evidence.rows())
         self.lives = evidence.notes("life")
         ends = [self.rows[i].time for i in (0, -1)] if self.rows else []
         nobody = np.empty(0, dtype=np.int64)
         units = len(np.unique(np.concatenate([nobody, *(row.units for row in self.rows)])))
-        # A process that only opened the run has changed nothing that the statement speaks of.
         lives, budget = (
-            [json.loads(e.body) for e in evidence.log(kind) if told is None or e.seq <= told]
+            [json.loads(e.body) for e in evidence.log(kind) if e.seq <= covered]
             for kind in ("life", "budget")
         )
         counted = None if self.plan.participation.is_sampled else units
