@@ -17,6 +17,7 @@ from __future__ import annotations
 import io
 import pickle
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import TYPE_CHECKING, Any, Self
 
 import numpy as np
@@ -26,6 +27,7 @@ from sklearn.utils.validation import check_is_fitted
 from noshuffle.convex.stream import LearningStream
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.one_owner import in_turn
+from noshuffle.release.checkpoint import read_state
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import seal
@@ -56,8 +58,10 @@ def read_stream(folder: Path) -> dict[str, Any]:
     for name in (MODEL, STREAM):
         if not (folder / name).is_file():
             raise InvalidInput(f"{folder} holds no saved stream ({name} is missing)")
-    # Tensors and plain values only: loading runs no code.
-    state: dict[str, Any] = torch.load(folder / STREAM, map_location="cpu", weights_only=True)
+    try:
+        state = read_state(folder / STREAM)
+    except UnpicklingError as error:
+        raise InvalidInput(f"{folder / STREAM} is damaged ({error}); bring it back") from None
     if state.get("format") != FORMAT:
         raise InvalidInput(f"{folder / STREAM} is not a {FORMAT} file")
     return state

@@ -119,18 +119,34 @@ def load(path: Path) -> dict[str, Any]:
         if not (path / name).exists():
             raise InvalidInput(f"{path} is not a checkpoint: {path / name} is missing")
     try:
-        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        state = read_state(path / "state.pt")
         state["model"] = load_file(path / "model.safetensors")
     except OSError as error:
         raise InvalidInput(
             f"the checkpoint {path} could not be read ({error.strerror or error}); look after the "
             "permissions of its files and the disk, then go on"
         ) from None
-    except (EOFError, RuntimeError, UnpicklingError, SafetensorError) as error:
+    except (UnpicklingError, SafetensorError) as error:
         raise InvalidInput(
-            f"the checkpoint {path} is damaged ({type(error).__name__}); bring its files back, or "
+            f"the checkpoint {path} is damaged ({error}); bring its files back, or "
             "remove it to go on from the one before"
         ) from None
+    return state
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """A saved state; UnpicklingError where the file holds none, whatever torch makes of it.
+
+    Tensors and plain values only: reading runs no code.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # one bit can raise KeyError, UnicodeDecodeError, AssertionError, …
+        raise UnpicklingError(type(error).__name__) from error
+    if not isinstance(state, dict):
+        raise UnpicklingError(f"it holds a {type(state).__name__}")
     return state
 
 

@@ -160,7 +160,7 @@ def _apply(folder: RunFolder, ledger: Ledger, plan: Plan) -> None:
         raise InvalidInput(
             f"{path / (wrong or ['.'])[-1]} is not what this run saved; bring it back"
         )
-    state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+    state = checkpoint.read_state(path / "state.pt")
     if state["plan"] != plan.hash:
         if state["plan"] != note["before"]["plan"]:
             raise InvalidInput(f"{path} is of an earlier plan than this extension's; bring it back")

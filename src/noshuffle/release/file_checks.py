@@ -17,8 +17,6 @@ from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
-import torch
-
 from noshuffle.errors import NoshuffleError
 from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.release import checkpoint
@@ -101,11 +99,6 @@ def ancestors(found: Found) -> Iterator[str]:
         yield f"{file.name} is not what the ledger says"
 
 
-def _state(path: Path) -> dict[str, Any]:
-    state: dict[str, Any] = torch.load(path, map_location="cpu", weights_only=True)
-    return state
-
-
 def noise_state(found: Found) -> Iterator[str]:
     """The noise that a saved state goes on with must be that of the plan."""
     saved, plan = checkpoint.saved(found.run.checkpoints), found.plan
@@ -113,13 +106,13 @@ def noise_state(found: Found) -> Iterator[str]:
         return
     where = saved[-1].name
     try:
-        state = _unless_unreadable(found, saved[-1], _state, saved[-1] / "state.pt")
+        state = _unless_unreadable(found, saved[-1], checkpoint.read_state, saved[-1] / "state.pt")
         if state is None:
             return
         noise = state.get("noise")
         bound = ("plan", "key", "batch_size")
         told: dict[str, str] = {name: str(state[name]) for name in bound if name in state}
-    except (*NOT_THERE, EOFError, RuntimeError, UnpicklingError) as error:
+    except (*NOT_THERE, UnpicklingError) as error:
         yield f"{where}/state.pt cannot be read ({type(error).__name__})"
         return
     for name, said in told.items():
@@ -131,7 +124,7 @@ def noise_state(found: Found) -> Iterator[str]:
         "horizon": plan.steps,
     }
     for name, planned in own.items():
-        if noise is not None and noise.get(name) != planned:
+        if noise is not None and (not isinstance(noise, dict) or noise.get(name) != planned):
             yield f"{where} goes on with noise of another {name} than the plan's"
 
 

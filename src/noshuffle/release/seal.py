@@ -275,7 +275,7 @@ def _drop_noise_states(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
         secret += ["random", "epoch_random"]
     checkpoint.sweep(folder.checkpoints)
     for path in checkpoint.saved(folder.checkpoints):
-        state: dict[str, Any] = torch.load(path / "state.pt", map_location="cpu", weights_only=True)
+        state = checkpoint.read_state(path / "state.pt")
         left = {name: None for name in secret if state.get(name) is not None}
         if left:
             buffer = io.BytesIO()
