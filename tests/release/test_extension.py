@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import torch
 from tests.kills import child
+from tests.release.folders import edit_json
 
 import noshuffle as ns
 from noshuffle.auditing.run_folder import audit_run
@@ -217,6 +218,15 @@ def test_another_plan_is_no_extension(tmp_path, plan, words):
     with pytest.raises(NoshuffleError, match=words):
         extend(tmp_path, plan)
     assert verify(tmp_path).answer == "PROVED"
+
+
+def test_a_plan_that_is_shorter_than_what_was_released_is_refuted(tmp_path):
+    finished(tmp_path)
+    extend(tmp_path, MORE)
+    shorter = {"participation": ns.Epochs(1, 4).to_dict()}
+    edit_json(tmp_path / "plan.json", lambda record: record.update(shorter))
+    found = verify(tmp_path)
+    assert any("4 steps, and 8 were released" in line for line in found.refuted), found.words()
 
 
 def test_units_by_name_of_a_sealed_run(tmp_path):

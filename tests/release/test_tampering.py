@@ -118,6 +118,10 @@ HANDS: dict[str, Hand] = {
     "clip 1 -> 100, chain anew": lambda p: set_fact(p, "clip", "Flat(norm=100.0)", in_chain=True),
     "noise scale": lambda p: set_fact(p, "noise_scale", "8.0", in_chain=False),
     "noise scale, chain anew": lambda p: set_fact(p, "noise_scale", "8.0", in_chain=True),
+    "noise scale, and no number": lambda p: (
+        set_fact(p, "clip", "QuantileClip()", in_chain=True),
+        set_fact(p, "noise_scale", "loud", in_chain=True),
+    ),
     "batch size": lambda p: set_fact(p, "batch_size", "60", in_chain=False),
     "batch size, chain and statement anew, a checkpoint left": lambda p: (
         set_fact(p, "batch_size", "60", in_chain=True),

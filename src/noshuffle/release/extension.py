@@ -270,6 +270,8 @@ def why_not(old: Plan, new: Plan, released: int) -> str:
     for name in ("noise_multiplier", "delta", "neighbours", "unit", "accountant"):
         if getattr(old, name) != getattr(new, name):
             return f"{name} was {getattr(old, name)} and is {getattr(new, name)} there"
+    if new.steps < released:
+        return f"it has {new.steps} steps, and {released} were released"
     if old.participation.is_sampled and not _keeps_draws(old.participation, new.participation):
         return f"what a unit may do was: {old.participation.words()}"
     before, after = (StepPlans.of(own.strategy.recipe(own.steps)) for own in (old, new))

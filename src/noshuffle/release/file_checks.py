@@ -120,11 +120,12 @@ def noise_state(found: Found) -> Iterator[str]:
             yield f"{where} was saved with {name} = {said}, the ledger says {found.facts.get(name)}"
     own = {
         "recipe": recipe_name(plan.strategy.recipe(plan.steps)),
-        "scale": float(found.facts.get("noise_scale") or "nan"),
+        "scale": found.facts.get("noise_scale"),
         "horizon": plan.steps,
     }
     for name, planned in own.items():
-        if noise is not None and (not isinstance(noise, dict) or noise.get(name) != planned):
+        held = noise.get(name) if isinstance(noise, dict) else noise
+        if noise is not None and str(held) != str(planned):  # whatever the file holds
             yield f"{where} goes on with noise of another {name} than the plan's"
 
 
