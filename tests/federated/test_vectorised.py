@@ -144,3 +144,17 @@ def test_bad_input() -> None:
         takes_together(nn.GRU(2, 2), device=cpu, vectorise=True)
     assert not takes_together(nn.GRU(2, 2), device=cpu, vectorise=None)
     assert not takes_together(nn.Linear(2, 2), device=cpu, vectorise=False)
+
+
+def test_what_torch_cannot_stack_is_one_line() -> None:
+    """Such as a model that asks for values; alone it trains."""
+
+    class ByValue(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x if x.abs().max() < 9 else x / x.abs().max())
+
+    model, x, y = ByValue(2, 2), torch.ones(3, 2), torch.zeros(3, dtype=torch.int64)
+    start, local = dict(model.named_parameters()), LocalTraining(learning_rate=1.0)
+    with pytest.raises(Unsupported, match="cannot be trained together .*; use vectorise=False"):
+        trained_alone(model, start, x, y, local=local)
+    assert trained(model, start, x, y, local=local).keys() == start.keys()

@@ -35,6 +35,8 @@ from noshuffle.federated.clients import LocalTraining, LossFn, apart, cross_entr
 from noshuffle.federated.recurrent import is_plain, unrolled
 
 Rows = NDArray[np.int64]
+#: Characters that are quoted of an error of torch.
+_LONGEST = 100
 
 
 def can_vectorise(model: nn.Module) -> bool:
@@ -140,6 +142,12 @@ def trained_many(
                 raise Unsupported(
                     "the model changes its own buffers in forward, so its clients cannot be "
                     "trained together; use vectorise=False"
+                ) from error
+            if "vmap" in str(error):  # of torch.func: control flow by values, random numbers, …
+                why = str(error).partition("\n")[0][:_LONGEST]
+                raise Unsupported(
+                    f"clients of this model and loss cannot be trained together ({why}); use "
+                    "vectorise=False"
                 ) from error
             raise
         is_step = weights.sum(1) > 0
