@@ -259,6 +259,7 @@ def test_ids_of_many_kinds():
         assert as_ids(given).tolist() == want
     assert as_ids(["ann", "bob"]).tolist() == [name_to_id("ann"), name_to_id("bob")]
     assert as_ids(np.array(["ann"])).tolist() == [name_to_id("ann")]
+    assert len({*as_ids(["\ud800", "\udfff", "?"]).tolist()}) == 3  # half a pair, as JSON may hold
     assert as_ids([]).dtype == np.int64
     for bad in (
         [1.5, 2.5],

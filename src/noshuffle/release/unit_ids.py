@@ -39,7 +39,8 @@ def name_to_id(name: str | bytes, *, secret: bytes = b"") -> int:
 
 @lru_cache(maxsize=2**18)  # federated users check in again in every round
 def _hashed(name: str | bytes, secret: bytes) -> int:
-    data = name.encode() if isinstance(name, str) else name
+    # Half a surrogate pair, which JSON and some file names hold, is a name like others.
+    data = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
     digest = hashlib.blake2b(data, digest_size=8, key=secret).digest()
     return int.from_bytes(digest, "little", signed=True)
 
