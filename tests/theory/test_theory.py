@@ -117,6 +117,7 @@ def test_spread_of_the_tree_is_that_of_our_tree(n: int) -> None:
     plain = tree(variant="plain")
     z = sensitivity(plain, SinglePass(n)).value / gaussian.mu(epsilon=1.0, delta=1e-6)
     assert theory.tree_spread(at) == pytest.approx(z * error(plain, n).max, rel=1e-9)
+    assert theory.tree_spread(replace(at, n=np.int64(n))) == theory.tree_spread(at)
 
 
 def test_published_noise_misses_at_powers_of_two() -> None:

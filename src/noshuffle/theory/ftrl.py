@@ -53,8 +53,9 @@ def tree_spread(sizes: Sizes) -> float:
     z = √(⌊lg n⌋ + 1)/μ(ε, δ), the exact Gaussian curve and all nodes of a leaf; a prefix of
     t ≤ n rows is a sum of popcount(t) ≤ ⌊lg(n + 1)⌋ nodes.
     """
-    levels = sizes.n.bit_length()
-    most = (sizes.n + 1).bit_length() - 1
+    n = int(sizes.n)
+    levels = n.bit_length()
+    most = (n + 1).bit_length() - 1
     return math.sqrt(levels * most) / gaussian.mu(epsilon=sizes.epsilon, delta=sizes.delta)
 
 
