@@ -9,7 +9,7 @@ from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import check_options, mechanism_named
 from noshuffle.cli.promise import Output, Promise, print_json
 from noshuffle.cli.words import say
-from noshuffle.errors import InvalidInput, positive
+from noshuffle.errors import InvalidInput, unit_rate
 from noshuffle.participation import Epochs, Participation, Restarted
 
 
@@ -26,7 +26,7 @@ class EpsilonSettings(Promise):
     bands: int | None = setting(None, "bands of banded mechanisms")
     buffers: int | None = setting(None, "buffers of a BLT")
     taps: int | None = setting(None, "epoch taps of a BLT")
-    poisson_rate: float | None = setting(None, "independent sampling probability")
+    poisson_rate: float | None = setting(None, "independent sampling probability", check=unit_rate)
     accountant: str = setting("", "exact, rdp or fourier (default: the tightest that applies)")
 
 
@@ -50,8 +50,6 @@ def _plan(asked: EpsilonSettings) -> Any:
 
     if (asked.noise_multiplier is None) == (asked.target_epsilon is None):
         raise InvalidInput("give exactly one of --noise-multiplier and --target-epsilon")
-    if asked.noise_multiplier is not None:
-        positive(noise_multiplier=asked.noise_multiplier)
     participation = asked.participation(poisson_rate=asked.poisson_rate)
     every = _restart_steps(asked.restart_every, participation)
     sizes = {"bands": asked.bands, "buffers": asked.buffers, "taps": asked.taps}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,9 @@ from noshuffle.rounding import up
 class PlanSettings(Promise):
     mechanism: str = setting("usual", "one mechanism by name, usual, or all that fit")
     momentum: float = setting(0.0, "momentum of the optimizer, [0, 1)")
-    max_buffers: int | None = setting(None, "most model-sized buffers a mechanism may keep")
+    max_buffers: int | None = setting(
+        None, "most model-sized buffers a mechanism may keep", check=partial(whole, at_least=0)
+    )
     sampling: str = setting(
         "",
         "what secret draws would buy: any (poisson, cyclic, bins), or one of these, separated, "
@@ -50,8 +53,6 @@ def plan(asked: PlanSettings, output: Output) -> None:
         raise InvalidInput("give at most one of --noise-multiplier and --target-epsilon")
     if asked.plot is not None:
         check_picture(asked.plot, "--plot")
-    if asked.max_buffers is not None:
-        whole(at_least=0, max_buffers=asked.max_buffers)
     # Population and batch size are for the picture: nobody is sampled here.
     shape = asked if asked.epochs is not None else replace(asked, population=None, batch_size=None)
     participation = shape.participation()

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from noshuffle.cli.from_record import setting
+from noshuffle.cli.from_record import check_fields, setting
 from noshuffle.cli.mechanisms import HELP
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, positive, whole
 
 if TYPE_CHECKING:
     from noshuffle.participation import Epochs, Participation
@@ -50,13 +50,18 @@ class Promise:
         None, "least index difference between two steps of one unit (rounds between + 1)"
     )
     max_participations: int | None = setting(None, "most steps one unit may join")
-    population: int | None = setting(None, "number of units")
-    batch_size: int | None = setting(None, "units per step")
-    noise_multiplier: float | None = setting(None, NOISE_HELP)
-    target_epsilon: float | None = setting(None, "find the least noise for this epsilon")
+    population: int | None = setting(None, "number of units", check=whole)
+    batch_size: int | None = setting(None, "units per step", check=whole)
+    noise_multiplier: float | None = setting(None, NOISE_HELP, check=positive)
+    target_epsilon: float | None = setting(
+        None, "find the least noise for this epsilon", check=positive
+    )
     delta: float = setting(1e-5, DELTA_HELP)
     neighbours: str = setting("", "zero-out, add-remove or replace-one (default by participation)")
     unit: str = setting("example", "what is protected: example or user")
+
+    def __post_init__(self) -> None:
+        check_fields(self)
 
     def participation(self, *, poisson_rate: float | None = None) -> Participation:
         from noshuffle.participation import FixedSize, MinSeparation, Poisson, SinglePass
