@@ -261,10 +261,26 @@ def disagreements(out: Path) -> dict[str, Any]:
         "values": refused(lambda: build(model_of(seed=int(last)))),
         "bad": refused(lambda: build(model_of(), block=0 if last else 1)),
     }
+    for name, change in (
+        ("frozen", lambda m: m[0].requires_grad_(False).bias.data.add_(float(last))),
+        ("buffer", lambda m: m.register_buffer("scale", torch.ones(1) + last)),
+    ):
+        change(other := model_of())
+        optimizer = torch.optim.SGD([p for p in other.parameters() if p.requires_grad], lr=0.5)
+        said[name] = refused(
+            lambda: privatize_distributed(other, optimizer, plan_of(), clip_norm=1.0, batch_size=8)  # noqa: B023
+        )
+    x, y, ids = next(batches())
+    private = build(model_of())
+    mine = private.rows(len(x))
+    if last:
+        private.model.add_module("late", nn.Linear(3, 3))
+    said["late"] = refused(lambda: private.step(LOSS, x[mine], y[mine], ids=ids[mine]))
+    private = build(model_of())
+    own = [str(i) for i in ids[:4]] if last else ids[:4]  # the same units on every rank
+    said["kinds"] = refused(lambda: private.step(LOSS, x[:4], y[:4], ids=own))
     private = build(model_of())
     private._parts.optimizer.param_groups[0]["lr"] = 0.1 + last
-    x, y, ids = next(batches())
-    mine = private.rows(len(x))
     said["settings"] = refused(lambda: private.step(LOSS, x[mine], y[mine], ids=ids[mine]))
     keyless = build(model_of(), source=None)
     return {"said": said, "key": keyless._parts.release.name}
@@ -672,6 +688,10 @@ def test_disagreements_are_refused_by_name(worlds: Seen) -> None:
                 assert f"disagree on {name}: rank 0 has" in said[name]
             assert "disagree on the values of parameter '0.bias'" in said["values"]
             assert "disagree on optimizer settings" in said["settings"]
+            assert "disagree on the values of parameter '0.bias'" in said["frozen"]
+            assert "disagree on the values of buffer 'scale'" in said["buffer"]
+            assert "'late.weight' became trainable after privatize" in said["late"]
+            assert "'5' would count as two units" in said["kinds"]
             assert "block must be" in said["bad"]
             assert "'the release of step 0'" in seen["in_parts"]["said"]
             assert "user 5 has examples on two ranks" in seen["users"]["said"]

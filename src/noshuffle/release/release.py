@@ -142,6 +142,16 @@ class Release(RunState):
         found, kind = ids_and_kind(ids, secret=self.id_secret)
         if rows not in (None, len(found)):
             raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
+        self.know_by(kind, is_question=is_question)
+        return found
+
+    @property
+    def kind_of_ids(self) -> str:
+        """ "integers" or "names", once units came with ids."""
+        return self._kind_of_ids
+
+    def know_by(self, kind: str, *, is_question: bool = False) -> None:
+        """Units are told apart by ids of this kind, and of no other from here on."""
         if kind and kind != self._kind_of_ids:
             if self._kind_of_ids:
                 raise InvalidInput(
@@ -153,7 +163,6 @@ class Release(RunState):
                     self.charge.identify(kind)
                 self.ledger.bind("ids", kind)
                 self._kind_of_ids = kind
-        return found
 
     def admit(
         self,

@@ -18,7 +18,6 @@ torch.distributed.init_process_group() first, or use privatize
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
@@ -124,7 +123,7 @@ def privatize_distributed(
     is_sharded = shards.is_sharded(inner)
     if is_sharded:
         shards.check_policies(inner, parameters)
-    team.agree("the parameters", lambda: _digests(parameters))
+    team.agree("the parameters", lambda: _digests(inner))
     bound = clip if clip is not None else Flat(float(clip_norm))  # type: ignore[arg-type]
     opened = _opened(plan, team, run=run, source=source, device=device, budget=budget)
     made: list[Release] = []
@@ -196,12 +195,16 @@ def _opened(
     return Opened(seen, ledger, ring, recipe, ancestors, None, id_secret=secret)
 
 
-def _digests(parameters: Mapping[str, nn.Parameter]) -> dict[str, str]:
-    """A digest of every parameter that should be the same on all ranks."""
+def _digests(model: nn.Module) -> dict[str, str]:
+    """Of what should be the same on all ranks: parameters, frozen ones too, and buffers."""
+    kinds = {"parameter": model.named_parameters(), "buffer": model.named_buffers()}
     return {
-        f"the values of parameter {name!r}": hashlib.blake2b(
+        f"the values of {kind} {name!r}": hashlib.blake2b(
             value.cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data, digest_size=8
         ).hexdigest()
-        for name, p in parameters.items()
-        if not isinstance(value := p.detach(), DTensor) and value.numel()
+        for kind, named in kinds.items()
+        for name, tensor in named
+        if not isinstance(value := tensor.detach(), DTensor)
+        and value.layout is torch.strided
+        and value.numel()
     }

@@ -84,6 +84,7 @@ class Brought:
     ids: Ids | None
     prints: list[bytes]
     settings: str
+    kind_of_ids: str
 
 
 class GroupStep(Step):
@@ -142,7 +143,8 @@ class GroupStep(Step):
             prints = block_prints(batch, blocks, own, secret=self.parts.secret)
             order = np.concatenate([*blocks, np.empty(0, dtype=np.int64)])
             settings = repr(fingerprint.settings_of(self.parts.optimizer))
-            return Brought(size, None if own is None else own[order], prints, settings)
+            kind = self.parts.release.kind_of_ids
+            return Brought(size, None if own is None else own[order], prints, settings, kind)
 
         told = team.meet(f"{tag}, last: {is_last}", bring)
         self._check(told)
@@ -164,8 +166,10 @@ class GroupStep(Step):
         self._part += 1
 
     def _check(self, told: list[Brought]) -> None:
-        """Refuse ranks that differ in having ids or in settings, and users on several ranks."""
+        """Refuse ranks that differ in ids or in settings, and users on several ranks."""
         all_agree([{"having ids": b.ids is not None} for b in told])
+        for brought in told:  # integers of one rank and names of another are not comparable
+            self.parts.release.know_by(brought.kind_of_ids)
         all_agree([{"optimizer settings": b.settings} for b in told])
         if self.parts.groups_users:
             users = np.concatenate([np.unique(b.ids) for b in told if b.ids is not None])
@@ -254,6 +258,7 @@ class GroupStep(Step):
                     got = parts.engine.clipped_sum(
                         parts.model, loss_fn, part, clip=clip, units=units, reduce=parts.reduce
                     )
+            parts.guard.check_names(got.values)
             self._fixed.add(got.values, units=len(got.norms))
             figures.append(got)
         if isinstance(parts.sums, BlockSums):
