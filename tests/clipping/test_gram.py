@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from noshuffle.clipping import gpu_kernels, gram
+from noshuffle.clipping import Flat, Ghost, gpu_kernels, gram
 from noshuffle.clipping.forms import RowGradient
 
 SCALES = [
@@ -56,6 +56,33 @@ def test_the_plain_form_is_never_too_small(scales, kind, dtype):
 def test_a_zero_gradient_keeps_its_factor():
     a, g = torch.zeros(2, 5, 70), torch.randn(2, 5, 70)
     assert bool((gram.squares(a, g) < 1e-30).all())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("rows", [1, 2])
+def test_the_user_with_most_rows_does_not_change_the_norms_of_the_others(rows, dtype):
+    """What is cheaper for all is decided by the longest: all others moved by up to a clip norm."""
+    luck, users = torch.Generator().manual_seed(1), 300
+    x = torch.randn(1, 24, generator=luck).expand(rows * users + 30, 24).clone()
+    y = torch.randn(1, 24, generator=luck).expand_as(x).clone()
+    if rows == 2:  # the rows of a user nearly cancel, so that the room for rounding matters
+        y[: 2 * users : 2] *= -0.98
+    of = torch.tensor([i // rows for i in range(rows * users)] + [users] * 30)
+    model = torch.nn.Linear(24, 24, bias=False).to(dtype)
+    torch.nn.init.zeros_(model.weight)
+
+    def total(count):
+        found = Ghost().clipped_sum(
+            model,
+            lambda out, target: (out - target).float().square().sum(1).mean(),
+            (x[:count].to(dtype), y[:count].to(dtype)),
+            clip=Flat(1e-2),
+            units=of[:count],
+        )
+        return found.values["weight"].double()
+
+    moved = float((total(len(x)) - total(rows * users)).norm()) / 1e-2
+    assert moved < 1.2
 
 
 def test_nan_and_infinity_are_not_hidden():

@@ -11,13 +11,15 @@ terms are exact.
 
 Where steps nearly cancel, rounding moves the Gram sum by at most about κu·(Σ_t ‖g_t‖‖a_t‖)² with u
 the unit roundoff and κ ≈ √i + √o, and that much is added: a squared norm here is never too small.
+It is added to gradients that are written out as well, or one long example, which decides for all of
+a batch what is cheaper, would change the norms of the others.
 In half precision and TF32 entries are rounded once more when the factors go in, by at most v each
 (`roundoff`); the norm is increased by v·√Σ_t ‖g_t‖²‖a_t‖², too (0.4 % for bfloat16).
 
 >>> import torch
 >>> a, g = torch.randn(5, 3, 4), torch.randn(5, 3, 2)
 >>> form = OuterGradient(a, g, (2, 4))
->>> torch.allclose(form.squares(), form.dense().flatten(1).square().sum(1))
+>>> torch.allclose(form.squares().float(), form.dense().flatten(1).square().sum(1))
 True
 """
 
@@ -189,7 +191,9 @@ class OuterGradient(GradientForm):
             lost = roundoff(self.g) if self.g.is_cuda or self.g.dtype in HALF else 0.0
             return (size * (1.0 + lost)).square()
         if self.is_small():
-            return DenseGradient(self.dense()).squares()
+            lengths = (_norms(self.a, stretch=64).double(), _norms(self.g, stretch=64).double())
+            written = DenseGradient(self.dense()).squares()
+            return gram.of_written(written, self.a, self.g, lengths)
         return gram.squares(self.a, self.g)
 
     def sizes(self) -> Tensor:
@@ -227,6 +231,8 @@ class OuterGradient(GradientForm):
         return replace(self, g=scaled(self.g, factors), written=[])
 
     def by_unit(self, units: Units) -> GradientForm:
+        if self.a.shape[1] == 1:  # norms of one step are found another way than those of several
+            units = replace(units, widest=max(2, units.widest))
         return OuterGradient(units.gather(self.a), units.gather(self.g), self.shape, self.widths)
 
 

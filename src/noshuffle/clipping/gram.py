@@ -74,16 +74,23 @@ def sums(a: Tensor, g: Tensor, *, tiny: float = 0.0) -> tuple[Tensor, Tensor, Te
     lack i·tiny and ⟨g_t, g_s⟩ o·tiny; where the other factor is huge, that matters. Their
     product may vanish as well. Squared lengths are increased by the same before they are used.
     """
-    tables, lengths = [], []
-    for x in (a, g):
-        tables.append(inner(x))
-        own = tables[-1].diagonal(dim1=1, dim2=2).double()
-        lengths.append((own.clamp_min(0.0) + x.shape[2] * tiny).sqrt())
-    long_a, long_g = lengths
-    sizes, steps = long_a * long_g, a.shape[1]
-    lost = a.shape[2] * long_g.sum(1).square() + g.shape[2] * long_a.sum(1).square()
+    tables = [inner(x) for x in (a, g)]
+    lengths = [t.diagonal(dim1=1, dim2=2).double().clamp_min(0.0).sqrt() for t in tables]
+    beside = _beside(*lengths, widths=(a.shape[2], g.shape[2]), tiny=tiny)
     total = tables[0].mul_(tables[1]).sum((1, 2), dtype=torch.float64).clamp_min(0.0)
-    return total, sizes.square().sum(1), sizes.sum(1), tiny * (lost + steps**2)
+    return total, *beside
+
+
+def _beside(
+    long_a: Tensor, long_g: Tensor, *, widths: tuple[int, int], tiny: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    """spread, reach and lost from the lengths of the steps, [B, T] in float64."""
+    long_a, long_g = (
+        (own.square() + width * tiny).sqrt() for own, width in zip((long_a, long_g), widths)
+    )
+    sizes, steps = long_a * long_g, long_a.shape[1]
+    lost = widths[0] * long_g.sum(1).square() + widths[1] * long_a.sum(1).square()
+    return sizes.square().sum(1), sizes.sum(1), tiny * (lost + steps**2)
 
 
 def _room(a: Tensor, g: Tensor) -> dict[str, float]:
@@ -99,10 +106,27 @@ def bounded(
 ) -> Tensor:
     """(√(total + lost)·(1 + growth) + moved·√spread)² + room·reach²."""
     total, spread, reach, lost = sums(a, g, tiny=tiny)
-    total = total + lost
+    return _increased(total + lost, spread, reach, growth=growth, moved=moved, room=room)
+
+
+def _increased(
+    total: Tensor, spread: Tensor, reach: Tensor, *, growth: float, moved: float, room: float
+) -> Tensor:
     if moved > 0.0:
         total = (total.sqrt() * (1.0 + growth) + moved * spread.sqrt()).square()
     return total + room * reach.square()
+
+
+def of_written(squared: Tensor, a: Tensor, g: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
+    """What `squares` would say of examples whose gradients were written out, from their norms.
+
+    Which of the two ways is shorter depends on the longest example of a batch, or on the user with
+    most rows. Increased on one way only, all other norms would change with that one.
+    """
+    room = _room(a, g)
+    widths = (a.shape[2], g.shape[2])
+    spread, reach, lost = _beside(*lengths, widths=widths, tiny=room.pop("tiny"))
+    return _increased(squared.double() + lost, spread, reach, **room)
 
 
 @lru_cache(maxsize=16)
