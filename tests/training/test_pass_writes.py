@@ -91,7 +91,7 @@ def test_a_later_pass_of_a_loop_may_not_either(what):
     for seed in range(4):  # 5 passes: the looks of steps 1, 2, 4 are over
         loop_step(private, *data(seed))
     model.when = model.passes + 1
-    with pytest.raises(Unsupported, match=r"must not change in a step"):
+    with pytest.raises(Unsupported, match=r"must not change in a step|keeps statistics"):
         loop_step(private, *data(4))
     assert private.steps_released == 4
     assert not model.mean.any()
@@ -127,3 +127,66 @@ def test_weights_that_are_loaded_after_a_pass_stay():
     model.load_state_dict({name: torch.ones_like(v) for name, v in model.state_dict().items()})
     private.step(LOSS, *data())
     assert (model[0].weight - 1).abs().max() < 0.5
+
+
+class Normed(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.norm, self.layer = nn.BatchNorm1d(4), nn.Linear(4, 3)
+
+    def forward(self, x):
+        return self.layer(self.norm(x))
+
+
+def normed():
+    (model := Normed()).norm.requires_grad_(False).eval()
+    return model
+
+
+def test_what_a_pass_kept_in_another_mode_is_refused():
+    """Whoever followed the first refusal had statistics of a raw batch in the model."""
+    private = make(model := normed())
+    model.train()
+    with pytest.raises(Unsupported, match=r"BatchNorm1d\) mixes examples"):
+        loop_step(private, *data())
+    model.norm.eval()
+    with pytest.raises(Unsupported, match="a pass before this step ran with parts of the model"):
+        loop_step(private, *data())
+    assert private.steps_released == 0
+
+
+def test_a_later_pass_in_another_mode_leaves_nothing():
+    private = make(model := normed())
+    for seed in range(3):  # the fourth is compared with the raw gradient, by a pass of its own
+        loop_step(private, *data(seed))
+    before = model.norm.running_mean.clone()
+    model.train()
+    with pytest.raises(Unsupported, match=r"BatchNorm1d\) mixes examples"):
+        loop_step(private, *data(3))
+    assert torch.equal(model.norm.running_mean, before)
+    model.norm.eval()
+    loop_step(private, *data(3))
+
+
+class Rotary(nn.Module):
+    """The length of a table is kept beside it: a number, or a tensor (Hugging Face)."""
+
+    def __init__(self, kind):
+        super().__init__()
+        self.layer, self.kind, self.length = nn.Linear(4, 3), kind, kind(5)
+        self.register_buffer("table", torch.arange(5.0).cos(), persistent=False)
+
+    def forward(self, x):
+        if x.shape[1] > self.length:
+            self.length, self.table = self.kind(x.shape[1]), torch.arange(float(x.shape[1])).cos()
+        return self.layer((x * self.table[: x.shape[1], None]).mean(1))
+
+
+@pytest.mark.parametrize("kind", [int, torch.tensor])
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_a_cached_length_goes_with_its_table(kind, is_loop):
+    private, draw = make(Rotary(kind)), torch.Generator().manual_seed(0)
+    for length in (3, 5, 4, 6, 9, 4):
+        batch = torch.randn(8, length, 4, generator=draw), data()[1]
+        loop_step(private, *batch) if is_loop else private.step(LOSS, *batch)
+    assert private.steps_released == 6

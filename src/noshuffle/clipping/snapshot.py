@@ -120,7 +120,8 @@ class Watch:
 
     Guarantees: `end` names every one that is another object, lies elsewhere or was written into
     since `begin`, unless the findings allow it or it holds the same numbers; one that is not
-    trained has its value back then, as far as copies go (`COPIED`).
+    trained has its value back then, as far as copies go (`COPIED`), and so have the numbers, flags
+    and texts that its module has as attributes: the length of a table belongs to the table.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -129,6 +130,8 @@ class Watch:
             for prefix, module in model.named_modules()
             for holder in (module._parameters, module._buffers)
         ]
+        self._attributes = {prefix: module.__dict__ for prefix, module in model.named_modules()}
+        self._attributes_before: list[dict[str, Any]] = []
         self._entries: list[dict[str, Tensor | None]] = []
         self._tensors: list[Tensor] = []
         self._marks: list[tuple[int, int]] = []
@@ -139,6 +142,7 @@ class Watch:
     def begin(self) -> None:
         """Remember what is there."""
         tensors, self._marks = self._look()
+        self._attributes_before = list(map(dict.copy, self._attributes.values()))
         if not self._entries or not _are_the_same(tensors, self._tensors):
             self._read(tensors)
         for i in self._untrained:
@@ -203,6 +207,7 @@ class Watch:
     def _changed(self, findings: Findings) -> list[str]:
         before = {id(t): (i, m) for i, (t, m) in enumerate(zip(self._tensors, self._marks))}
         found = []
+        attributes = dict(zip(self._attributes, self._attributes_before))
         for (prefix, holder), entries in zip(self._holders, self._entries):
             for key in dict.fromkeys([*entries, *holder]):
                 name = f"{prefix}.{key}" if prefix else key
@@ -210,8 +215,8 @@ class Watch:
                 i, marked = before.get(id(was), (-1, (0, 0)))
                 content = self._contents.get(i)
                 may_change = name in findings.may_change
-                if now is not None and is_wrapped(now):  # vmap left it there
-                    is_fine = False
+                if now is not None and is_wrapped(now):  # vmap left it there: it has to go
+                    is_fine, may_change = False, may_change or name in findings.may_be_written
                 elif may_change or was is None or now is None:
                     is_fine = may_change or was is now
                 elif content is not None:
@@ -230,7 +235,16 @@ class Watch:
                 if content is not None:
                     with torch.no_grad():
                         content.put_back()
+                    own, then = self._attributes[prefix], attributes[prefix]
+                    own |= {k: v for k, v in then.items() if _is_plain(v) and _is_plain(own.get(k))}
         return found
+
+
+def _is_plain(value: Any) -> bool:
+    """A number, a flag or a text, and nothing that a loss may be made of."""
+    if isinstance(value, Tensor):
+        return value.ndim == 0 and not value.requires_grad
+    return isinstance(value, int | float | str | None)
 
 
 def _are_the_same(a: list[Tensor], b: list[Tensor]) -> bool:

@@ -4,7 +4,8 @@ A step tries the model (`clipping.statefulness`) and watches its tensors, but th
 unchanged loop comes before it: a layer that initialises itself from the first batch it sees has
 done so by then, keeps quiet in the trial, and publishes raw statistics.
 
-    up to the first step   the state before the first pass is kept; the model is tried from there
+    up to the first step   the state before the first pass is kept; the model is tried from there,
+                           in the modes that training passes had
     after it               tensors that the trial has not allowed are compared around every pass
                            that is heard, those that are not trained get their numbers back, and
                            the model is tried again: a cache that grows with the data may stay
@@ -18,9 +19,18 @@ from typing import Any
 
 from torch import nn
 
+from noshuffle.clipping.check import validate
 from noshuffle.clipping.per_example import PerExample
 from noshuffle.clipping.snapshot import Watch
 from noshuffle.clipping.statefulness import Findings, ModelState, put_back_after
+from noshuffle.errors import Unsupported
+
+#: Whether each module is in training mode.
+_Modes = tuple[tuple[nn.Module, bool], ...]
+EARLIER = (
+    "a pass before this step ran with parts of the model in another mode, and what it kept of its "
+    "data may be in the model now: build it and the run anew ({why})"
+)
 
 
 class PassWrites:
@@ -30,11 +40,14 @@ class PassWrites:
         self._before: ModelState | None = None
         self._watch: Watch | None = None
         self._findings = Findings()
+        self._modes: set[_Modes] = set()
 
     def begin(self, model: nn.Module, *, is_heard: bool) -> None:
         """A pass begins; `is_heard` if a private step may be made of it."""
         if self._watch is None:
             self._before = self._before or ModelState(model, is_compared=False)
+            if model.training:
+                self._modes.add(_modes(model))
         elif is_heard:
             self._watch.begin()
 
@@ -50,13 +63,41 @@ class PassWrites:
         if self._watch is not None:
             return
         if self._before is not None and self._before.has_changed():
+            now = _modes(model)
             with put_back_after(model):
                 self._before.put_back()
-                self._findings = PerExample().check_state(model, loss_fn, batch)
+                try:
+                    for modes in (now, *self._modes - {now}):
+                        self._try(model, loss_fn, batch, modes=modes, is_now=modes is now)
+                finally:
+                    _set(now)
         self._before, self._watch = None, Watch(model)
+        self._modes.clear()
+
+    def _try(
+        self, model: nn.Module, loss_fn: Any, batch: Any, *, modes: _Modes, is_now: bool
+    ) -> None:
+        """Try the model in the modes of now, or of a pass that may have kept something in them."""
+        _set(modes)
+        try:
+            validate(model)
+            findings = PerExample().check_state(model, loss_fn, batch)
+        except Unsupported as error:
+            raise error if is_now else Unsupported(EARLIER.format(why=error)) from error
+        self._findings = findings if is_now else self._findings
 
     def judge_again(self, model: nn.Module, loss_fn: Any, batch: Any, written: list[str]) -> None:
         """Raise unless what a pass of this batch wrote into is seen not to depend on the data."""
         if written:
+            validate(model)
             PerExample().reconsider(model, loss_fn, batch, written)
             self._findings.may_change.update(written)
+
+
+def _modes(model: nn.Module) -> _Modes:
+    return tuple((module, module.training) for module in model.modules())
+
+
+def _set(modes: _Modes) -> None:
+    for module, training in modes:
+        module.training = training

@@ -34,6 +34,7 @@ from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.looks import Look, kind_of
 from noshuffle.clipping.objective import batch_size
+from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.first_step import first_step
 from noshuffle.training.generators import seeded
@@ -301,11 +302,13 @@ def _check_raw(parts: Parts, passes: list[Pass], factor: float | None, now: list
     is_exact = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in own)
     for one in passes:
         is_exact = is_exact and not one.cast
-        with torch.enable_grad(), seeded(one.seed, parts.device), as_cast(one.cast):
-            out = tensors_of(parts.model(*one.args, **one.kwargs))
-        ends = [out[int(k)] for k in one.raw]
-        back = [grad.to(end.dtype) for end, grad in zip(ends, one.raw.values())]
-        for total, g in zip(found, torch.autograd.grad(ends, own, back, allow_unused=True)):
+        with put_back_after(parts.model):  # whether it may keep something is not judged yet
+            with torch.enable_grad(), seeded(one.seed, parts.device), as_cast(one.cast):
+                out = tensors_of(parts.model(*one.args, **one.kwargs))
+            ends = [out[int(k)] for k in one.raw]
+            back = [grad.to(end.dtype) for end, grad in zip(ends, one.raw.values())]
+            grads = torch.autograd.grad(ends, own, back, allow_unused=True)
+        for total, g in zip(found, grads):
             if g is not None:
                 total += g
     dot, size, other = (
