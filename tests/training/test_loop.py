@@ -402,7 +402,7 @@ def test_several_passes_over_batches_of_unknown_length():
 
 
 def test_an_iterator_is_not_read_several_times(recwarn):
-    private = make(rule=MinSeparation(8, 4, 2))
+    private = make(rule=MinSeparation(9, 4, 2))  # one step more than batches
     with pytest.raises(InvalidInput, match="epochs=2 reads the batches 2 times, and a generator"):
         fit_model(private, iter(Anew()), LOSS, epochs=2)
     assert private.steps_released == 0

@@ -95,7 +95,9 @@ def fit_model(
             not.
         steps_per_epoch: needed only to resume an iterable without a length in a later epoch.
         first_step: how many steps of the run lie before the first of these batches, 0 by default;
-            `private.steps_done` where they are others than those of an earlier call.
+            those of all files before, where these are others than those of an earlier call. A
+            number that is the same when the run is resumed: `private.steps_done` in the middle of
+            a file would begin it anew.
         evaluate: measures the model on data that is public or held out; its figures are written
             to metrics.jsonl as they are, so let it return averages, nothing of single people.
         evaluate_every, checkpoint_every: in steps; by default at the end of every epoch.
@@ -159,7 +161,8 @@ def fit_model(
                     callback(where)
         if private.steps_done >= private.plan.steps:
             break
-        if epoch > begun and private.steps_done == before:
+        is_short = not length or private.steps_done - first < total * length
+        if epoch > begun and private.steps_done == before and is_short:
             warn_user(ENDED.format(epoch=epoch + 1, total=total, done=before), ProbablyNotMeant)
             break
     if private.steps_done > measured:  # batches that ended before the plan, at an odd step
