@@ -45,6 +45,7 @@ from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.first_step import first_look, first_step
 from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome
+from noshuffle.training.pass_writes import PassWrites
 from noshuffle.training.passes import Listener
 from noshuffle.training.run import TrainingRun
 from noshuffle.training.step import Step
@@ -79,7 +80,9 @@ class Private(TrainingRun):
             self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
-        parts.pass_writes = None if self._listener is None else self._listener.writes
+        parts.pass_writes = PassWrites() if self._listener is None else self._listener.writes
+        if self._listener is None:  # nobody hears when its first pass begins
+            parts.pass_writes.begin(parts.model, is_heard=False)
         self._let_go = guard(parts.optimizer, parts.parameters, self)
         self._is_looked_at = False
 
