@@ -231,8 +231,6 @@ class OuterGradient(GradientForm):
         return replace(self, g=scaled(self.g, factors), written=[])
 
     def by_unit(self, units: Units) -> GradientForm:
-        if self.a.shape[1] == 1:  # norms of one step are found another way than those of several
-            units = replace(units, widest=max(2, units.widest))
         return OuterGradient(units.gather(self.a), units.gather(self.g), self.shape, self.widths)
 
 
