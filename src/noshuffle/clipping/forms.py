@@ -191,7 +191,7 @@ class OuterGradient(GradientForm):
             lost = roundoff(self.g) if self.g.is_cuda or self.g.dtype in HALF else 0.0
             return (size * (1.0 + lost)).square()
         if self.is_small():
-            lengths = (_norms(self.a, stretch=64).double(), _norms(self.g, stretch=64).double())
+            lengths = _norms(self.a, stretch=64), _norms(self.g, stretch=64)
             written = DenseGradient(self.dense()).squares()
             return gram.of_written(written, self.a, self.g, lengths)
         return gram.squares(self.a, self.g)

@@ -8,10 +8,10 @@
 and writes five numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
 from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
 increased by what may have vanished below the smallest float32. `close` adds the tiles of an example
-up in float64 and leaves room for rounding and for what vanished, as `gram.bounded` does. `rescale`
-multiplies every example by its factor, in float32, and rounds once; `wipe_` takes examples of
-factor zero out in place. State: none. The module can be
-imported without Triton, but its kernels not be launched.
+up in float64 and leaves room for rounding and for what vanished, as `gram.bounded` does; `beside`
+makes its five numbers of a gradient that is written out. `rescale` multiplies every example by its
+factor, in float32, and rounds once; `wipe_` takes examples of factor zero out in place. State:
+none. The module can be imported without Triton, but its kernels not be launched.
 
 >>> callable(tiles)
 True
@@ -106,6 +106,31 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, M
 
 
 @jit
+def beside(long_a, long_g, squared, parts, steps, wide_a, wide_g, tiny, MANY: tl.constexpr):
+    """The numbers that `close` adds up, of one example: its squared norm, and lengths of steps."""
+    example, least = tl.program_id(0), tl.cast(tiny, tl.float64)
+    spread, reach = tl.zeros((MANY,), tl.float64), tl.zeros((MANY,), tl.float64)
+    sum_a, sum_g = tl.zeros((MANY,), tl.float64), tl.zeros((MANY,), tl.float64)
+    for done in range(0, steps, MANY):
+        k = done + tl.arange(0, MANY)
+        own_a = tl.load(long_a + example * steps + k, mask=k < steps, other=0.0).to(tl.float64)
+        own_g = tl.load(long_g + example * steps + k, mask=k < steps, other=0.0).to(tl.float64)
+        own_a = tl.where(k < steps, tl.sqrt(own_a * own_a + wide_a * least), 0.0)
+        own_g = tl.where(k < steps, tl.sqrt(own_g * own_g + wide_g * least), 0.0)
+        size = own_a * own_g
+        spread += size * size
+        reach += size
+        sum_a += own_a
+        sum_g += own_g
+    to = parts + example * 5
+    tl.store(to, tl.load(squared + example).to(tl.float64))
+    tl.store(to + 1, tl.sum(spread))
+    tl.store(to + 2, tl.sum(reach))
+    tl.store(to + 3, tl.sum(sum_a))
+    tl.store(to + 4, tl.sum(sum_g))
+
+
+@jit
 def scale(x, factors, out, size, SIZE: tl.constexpr):
     """out = x·factor, `size` entries an example; with factor zero nothing is read."""
     example = tl.program_id(1).to(tl.int64)
@@ -157,6 +182,25 @@ def squares(
         parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, MANY=many
     )
     return out
+
+
+def of_written(
+    squared: Tensor,
+    lengths: tuple[Tensor, Tensor],
+    widths: tuple[int, int],
+    *,
+    growth: float,
+    moved: float,
+    room: float,
+    tiny: float,
+) -> Tensor:
+    """The same from the squared norms of written gradients and the lengths ‖a_t‖, ‖g_t‖, [B, T]."""
+    examples, steps = lengths[0].shape
+    parts, out = (squared.new_empty(examples, n, dtype=torch.float64) for n in (5, 1))
+    given = (t.contiguous() for t in (*lengths, squared))
+    beside[(examples,)](*given, parts, steps, *widths, tiny, MANY=256, num_warps=4)
+    close[(examples,)](parts, out, 1, steps, *widths, tiny, growth, moved, room, MANY=1)
+    return out[:, 0]
 
 
 def rescale(x: Tensor, factors: Tensor) -> Tensor:
