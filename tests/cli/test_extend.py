@@ -6,6 +6,7 @@ import shutil
 from pathlib import Path
 
 import pytest
+import torch
 from tests.kills import child
 
 from noshuffle.cli import main
@@ -67,3 +68,24 @@ def test_a_run_that_was_killed_while_it_was_sealed_goes_on(tmp_path, again):
         if not str(said).startswith("killed"):
             break
     assert not isinstance(said, str), said
+
+
+def comes_first_and_last():
+    """Six batches of two rows; user 0 in the first and in the last one."""
+    from noshuffle.datasets import DataSet
+
+    x = torch.randn(12, 3, generator=torch.Generator().manual_seed(0))
+    units = torch.tensor([0, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 0])
+    y = (x[:, 0] > 0).long()
+    return DataSet("seam", "table", x, y, x, y, classes=2, units=units)
+
+
+def test_an_extension_that_the_order_of_users_breaks_changes_nothing(tmp_path, capsys):
+    """A single pass promised 5 steps between two; over its end user 0 comes in the next step."""
+    run = str(tmp_path / "run")
+    task = ["--data", f"{__name__}:comes_first_and_last", "--unit", "user", "--batch-size", "2"]
+    quick = ["--epochs", "1", "--mechanism", "identity", "--epsilon", "4"]
+    assert main(["train", *task, *quick, "--out", run]) == 0
+    assert main(["train", "--extend", run, "--epochs", "1"]) == 2
+    assert "two steps of a user lie 1 apart" in capsys.readouterr().err
+    assert (verify(run).answer, verify(run).planned) == ("PROVED", 6)

@@ -82,7 +82,15 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
         raise Unsupported(f"another batch size goes with epochs in order, this run has {part.kind}")
     elif isinstance(part, MinSeparation):
         local = participation_of(longer, data)
+        around = participation_of(replace(longer, epochs=settings.epochs + more), data)
         assert isinstance(local, MinSeparation)
+        assert isinstance(around, MinSeparation)
+        if around.separation < part.separation:  # a single pass did not see its own end
+            raise Unsupported(
+                f"where the order begins again, two steps of a user lie {around.separation} apart "
+                f"and the plan promised {part.separation}; start another run, and count both in a "
+                "Budget"
+            )
         how["max_participations"] = local.max_participations
     is_same = home.key_file.exists() and "epsilon" not in stated and batch == settings.batch_size
     mechanism = stated.get("mechanism") or ("continue" if is_same else "blt")

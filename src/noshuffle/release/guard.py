@@ -189,7 +189,7 @@ def why_not(participation: Participation, *, step: int, record: Record) -> str:
     assert isinstance(rule, MinSeparation)
     if count >= rule.max_participations:
         return f"it already took part {count} times and the plan allows {rule.max_participations}"
-    return f"it took part in step {last} and the plan asks for {rule.separation} steps in between"
+    return f"it took part in step {last} and the plan wants two {rule.separation} steps apart"
 
 
 def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mask: Mask) -> None:
