@@ -288,6 +288,27 @@ def test_what_is_refused_leaves_no_folder(tmp_path: Path) -> None:
     assert not out.exists()
 
 
+def test_a_convolution_over_rows_that_are_no_images_is_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lines = """
+        from dataclasses import replace
+        from noshuffle.federated.tasks import digits
+        def task():
+            found = digits()
+            return replace(found, x=found.x.flatten(1), x_test=found.x_test.flatten(1))
+    """
+    (tmp_path / "flat_task.py").write_text(textwrap.dedent(lines))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    out = tmp_path / "run"
+    line = ["federated", "--task", "flat_task:task", "--model", "cnn", "--rounds", "4"]
+    assert main([*line, "--out", str(out)]) == 2
+    assert "takes images (channels, height, width), got examples of shape (64,)" in (
+        capsys.readouterr().err
+    )
+    assert not out.exists()
+
+
 def test_a_task_without_held_out_rows_is_refused_before_anything_is_charged(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -34,6 +34,11 @@ def build(name: str, shape: Shape, classes: int) -> nn.Module:
     """The model of that name for one example of that shape."""
     if name not in _MODELS:
         raise InvalidInput(f"model must be one of {', '.join(_MODELS)}; got {name!r}")
+    if name in _CONVOLUTIONAL and len(shape) != 3:
+        raise InvalidInput(
+            f"{name} takes images (channels, height, width), got examples of shape {tuple(shape)}; "
+            "use mlp or linear"
+        )
     model = _initialised(_MODELS[name](shape, classes))
     if name == "softmax":
         nn.init.zeros_(model.get_parameter("1.weight"))
@@ -131,6 +136,7 @@ _MODELS: dict[str, Callable[[Shape, int], nn.Module]] = {
     "char_lstm": lambda shape, classes: CharLSTM(classes),
 }
 NAMES = tuple(_MODELS)
+_CONVOLUTIONAL = ("tanh_cnn", "vgg", "small_cnn", "feature_cnn", "wrn_16_4")
 
 
 def _initialised(model: nn.Module) -> nn.Module:
