@@ -491,6 +491,36 @@ def test_a_fork_that_was_killed_before_it_was_saved_knows_what_it_came_from(tmp_
         PrivateSum(plan, clip=1.0, shape=(), run=kept)
 
 
+@pytest.mark.parametrize("change", ["ancestors gone", "ancestors edited", "plan edited"])
+def test_a_run_whose_files_are_not_those_of_its_ledger_is_not_forked(tmp_path, change):
+    """A fork of a fork was PROVED without the runs, or with less ε of those, that were edited."""
+
+    def released(folder):
+        plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=folder)
+        sums.add([1.0], ids=[0])
+        sums.save()
+        sums.close()
+
+    released(tmp_path / "parent")
+    child = fork(tmp_path / "parent", tmp_path / "child")
+    released(child)
+    kept = child.ancestors_file.read_text()
+    if change == "ancestors gone":
+        child.ancestors_file.unlink()
+    elif change == "ancestors edited":
+        edit(child.ancestors_file, lambda r: r[0].update(released=0))
+    else:
+        edit(child.plan_file, lambda r: r.update(noise_multiplier=6.0))
+    with pytest.raises(ReplayRefused, match=r"is gone|is not what"):
+        fork(child, tmp_path / "again")
+    assert not (tmp_path / "again").exists()
+    if "ancestors" in change:  # the refusal has ended nothing
+        child.ancestors_file.write_text(kept)
+        assert verify(child.path).answer == "PROVED"
+        fork(child, tmp_path / "again")
+
+
 def test_what_came_before_a_run_is_said_of_its_forks(tmp_path):
     """Categories that `fit` chose from the same rows were no part of the fork's statement."""
     plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)

@@ -234,9 +234,10 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     """A new run folder that carries the spending of `parent`; give it to `privatize`.
 
     Guarantees: `parent` can release nothing after this (it refuses, also where it is open now), so
-    the steps that the fork adds up are all there will ever be. Of a copy of a run folder it is the
-    copy that ends: its original is another run, which may go on, and its later steps are not
-    counted here. `moved` is no longer needed.
+    the steps that the fork adds up are all there will ever be. A parent whose plan, settings or
+    ancestors are not those of its ledger is refused: the fork would state too little. Of a copy of
+    a run folder it is the copy that ends: its original is another run, which may go on, and its
+    later steps are not counted here. `moved` is no longer needed.
     """
     old, new = RunFolder.of(parent), RunFolder(path)
     finish(old)
@@ -247,6 +248,11 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     if ledger.released < known_steps(old):
         ledger.let_go()
         raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
+    try:
+        _check_parent(old, plan, ledger)
+    except NoshuffleError:
+        ledger.let_go()
+        raise
     released = ledger.end()
     is_adaptive = ledger.meta("adaptive_clip") in COUNTS
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
@@ -257,6 +263,17 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     new.path.mkdir(parents=True, exist_ok=True)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])
     return new
+
+
+def _check_parent(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
+    """What a fork takes over from files is what the ledger says of them."""
+    if ledger.meta("plan") not in (None, plan.hash):
+        raise ReplayRefused(f"{folder.plan_file} is not what the ledger says; bring it back")
+    _check_ancestors(folder, ledger)
+    file = folder.config_file  # which says what came before the run
+    noted = ledger.digests_of(file.name)
+    if noted and not (file.exists() and file_digest(file) in noted):
+        raise ReplayRefused(f"{file} is not what the ledger says; bring it back")
 
 
 def load_model(run: RunFolder | str | Path, model: nn.Module) -> int:
