@@ -212,3 +212,10 @@ def test_a_model_that_a_real_limit_refuses(tmp_path: Path, searched: Mock) -> No
         resource.setrlimit(resource.RLIMIT_FSIZE, old)
         signal.signal(signal.SIGXFSZ, handler)
     assert not (tmp_path / "best").exists()
+
+
+def test_what_a_search_keeps_is_not_resumed(tmp_path: Path, capsys: Any) -> None:
+    """The refusal named a command that there is not: noshuffle tune --resume."""
+    (tmp_path / "config.json").write_text(json.dumps({"kind": "tune", "lr": 1.0}))
+    assert main(["train", "--resume", str(tmp_path)]) == 2
+    assert "made by noshuffle tune, which is not resumed" in capsys.readouterr().err
