@@ -65,8 +65,9 @@ class SamplingRow:
         part, name = self.plan.participation, self.plan.strategy.name
         if isinstance(part, SeparatedBins):
             name += f", {part.separation} apart"
-        groups = f", {part.groups} groups" if isinstance(part, CyclicPoisson) else ""
-        return f"{self.kind}: {name}{groups}, noise × rms {self.rms:.4g}"
+        if isinstance(part, CyclicPoisson):
+            name += f", {part.groups} group{'' if part.groups == 1 else 's'}"
+        return f"{self.kind}: {name}, noise × rms {self.rms:.4g}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values for JSON."""
@@ -169,13 +170,13 @@ def _of_population(
     """Draws from a population of this size, in as many steps and of as many units as the others."""
     if batch_size is None or population is None:
         raise InvalidInput(
-            f'sampling="{kind}" needs batch_size and population: it draws so many units out of so '
-            "many"
+            f'sampling="{kind}" needs batch_size= and population=, to draw so many units out of '
+            "so many"
         )
     whole(batch_size=batch_size, population=population)
     if population // batch_size != order.steps_per_epoch:
         raise InvalidInput(
-            f"population ({population}) and batch_size ({batch_size}) must go with "
+            f"population={population} and batch_size={batch_size} must go with "
             f"{order.steps_per_epoch} steps in one pass, they make {population // batch_size}"
         )
     if kind == "fixed":

@@ -121,8 +121,9 @@ class PrivacyStatement:
             self.headline(),
             f"mechanism: {self.mechanism}",
             f"participation: {self.participation}",
-            f"noise: standard deviation {self.noise_multiplier:.6g} × clip norm on every row of Z; "
-            f"sensitivity {up(self.sensitivity)} (squared {up(self.squared_sensitivity)})",
+            f"noise: standard deviation {self.noise_multiplier:.6g} × clip norm, drawn anew in "
+            f"every step; sensitivity {up(self.sensitivity)} "
+            f"(squared {up(self.squared_sensitivity)})",
         ]
         if self.mu is not None and self.rho is not None:
             lines.append(

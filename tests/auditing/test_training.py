@@ -237,6 +237,6 @@ def test_an_audit_says_which_part_of_a_statement_it_did_not_look_at(
     )
     assert main(["audit", str(tmp_path / "child"), "--json"]) == 3
     (part, *_) = json.loads(capsys.readouterr().out)["parts"]
-    assert "1 earlier run(s)" in part["left_out"]
+    assert "1 earlier run, which" in part["left_out"]
     own = part["stops"][-1]  # its own part is still compared with what it alone may cost
     assert own["stated"] == pytest.approx(plan.epsilon()) == pytest.approx(own["low"])

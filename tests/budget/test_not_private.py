@@ -64,7 +64,7 @@ def assert_said(budget: Budget, *, runs: int = 1, what: str = "run") -> None:
         assert WHY in line
         assert "NOT PRIVATE" not in line
         first = own.words().splitlines()[0]
-        assert first.startswith(f"NOT PRIVATE: no ε holds for 1 of {runs} run(s) on this data")
+        assert first.startswith(f"NOT PRIVATE: no ε holds for 1 of {runs} run")
         assert "exact" not in first
         assert not own.total().is_exact
         assert f"NOT PRIVATE, its charge stays: {line}" in own.words()
@@ -76,7 +76,7 @@ def test_it_is_in_the_books_as_soon_as_it_is_found(budget: Budget, tmp_path: Pat
     reserved = budget.total()
     assert budget.not_private_runs() == []
     assert reserved.is_exact
-    assert budget.words().startswith("1 run(s) on this data cost ε = 1 at")
+    assert budget.words().startswith("1 run on this data cost ε = 1 at")
     find_mixing(private)
     assert_said(budget)
     assert budget.total().mu == reserved.mu  # nothing is given back
@@ -143,7 +143,7 @@ def test_the_command_says_so(
     assert main(["budget", str(budget.folder)]) == 0
     told = capsys.readouterr().out
     assert told.count("NOT PRIVATE") >= 3
-    assert "no ε holds for 1 of 1 run(s)" in told
+    assert "no ε holds for 1 of 1 run " in told
     assert "red: NOT PRIVATE" in (budget.folder / "budget.svg").read_text()
 
 

@@ -103,7 +103,7 @@ def test_commands_draw_on_a_budget(
     assert "the limit is 2" in capsys.readouterr().err
     assert main(["budget", folder]) == 0
     out = capsys.readouterr().out
-    assert "2 run(s) on this data" in out
+    assert "2 runs on this data" in out
     assert (tmp_path / "people" / "budget.svg").read_text().startswith("<svg")
 
 

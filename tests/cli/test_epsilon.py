@@ -6,14 +6,16 @@ import io
 import json
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
 from noshuffle.cli import main
 from noshuffle.comparison import LEFT_OUT, compare
 from noshuffle.errors import InvalidInput
-from noshuffle.participation import Epochs, FixedSize, Participation, SinglePass
+from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Participation, SinglePass
 from noshuffle.plan import Plan
+from noshuffle.sampled_fit import SamplingRow
 from noshuffle.strategies import Strategy, identity
 from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.mechanisms import MECHANISMS
@@ -244,6 +246,49 @@ def test_a_narrow_table_cuts_no_number(
         assert "…" not in said
 
 
+def test_notes_speak_of_columns_that_are_shown(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    line = ["plan", "--epochs", "20", "--steps-per-epoch", "240", "--max-buffers", "0"]
+    said = {}
+    for width in ("40", "200"):
+        monkeypatch.setenv("COLUMNS", width)
+        assert main(line) == 0
+        said[width] = " ".join(capsys.readouterr().out.split())
+    assert "…" not in said["40"]
+    for words in ("noise: its multiplier", "rms, max: standard", "at the ε shown"):
+        assert words in said["200"]
+        assert words not in said["40"]
+
+
+@pytest.mark.parametrize(
+    ("line", "words"),
+    [
+        (
+            "plan --epochs 2 --steps-per-epoch 8 --sampling fixed",
+            "needs --batch-size and --population, to draw",
+        ),
+        (
+            "plan --epochs 2 --steps-per-epoch 8 --population 9 --batch-size 5 --sampling fixed",
+            "--population 9 and --batch-size 5 must",
+        ),
+        (
+            "epsilon --mechanism tree --steps 8 --noise-multiplier 1 --completion",
+            "--completion must come with --restart-every: a tree",
+        ),
+        ("train --restart-every 5", "--restart-every and --completion belong to --mechanism tree"),
+        (
+            "train --mechanism tree --order random-per-restart",
+            "--order random-per-restart needs --mechanism tree and --restart-every",
+        ),
+        ("train --composite l1:-1", "--composite l1:-1: l1 must be"),
+    ],
+)
+def test_refusals_name_options(line: str, words: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(line.split()) == 2
+    assert words in capsys.readouterr().err
+
+
 def test_sentences_are_cut_between_words_on_a_narrow_terminal(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -275,3 +320,11 @@ def test_plan_with_draws_of_fixed_size(capsys: pytest.CaptureFixture[str]) -> No
     assert found["truncated"]["noise_multiplier"] >= found["poisson"]["noise_multiplier"]
     with pytest.raises(InvalidInput, match="FixedSize"):
         Plan.fit(Epochs(2, 8), mechanism="best", epsilon=4.0, sampling="fixed")
+
+
+def test_one_group_is_one_group() -> None:
+    for groups, words in ((1, "banded, 1 group, noise"), (2, "banded, 2 groups, noise")):
+        plan = SimpleNamespace(
+            participation=CyclicPoisson(8, groups, 0.1), strategy=SimpleNamespace(name="banded")
+        )
+        assert words in SamplingRow("cyclic", plan, 1.0).words

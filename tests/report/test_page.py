@@ -13,6 +13,7 @@ from matplotlib import pyplot
 from matplotlib.figure import Figure
 
 from noshuffle.cli import main
+from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.report import page, plots, read_run
 from noshuffle.report.audit import section
@@ -168,3 +169,14 @@ def test_pictures_leave_the_backend_and_the_figures_of_the_user_alone(tmp_path: 
         assert pyplot.rcParams["backend"] == was
     assert pyplot.get_fignums() == [own.number]
     pyplot.close(own)
+
+
+def test_of_two_lines_that_are_alike_one_is_drawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn: list[list[str]] = []
+    monkeypatch.setattr(
+        plots, "_noise_curve", lambda series, step: drawn.append([name for name, _ in series])
+    )
+    for steps_per_epoch in (1, 8):  # the best tree of epochs of one step is independent noise
+        plan = Plan.fit(Epochs(4, steps_per_epoch), mechanism="identity", noise_multiplier=1.0)
+        list(plots.noise_figure(plan, "noise"))
+    assert drawn == [["this run (identity)"], ["this run (identity)", "Honaker tree, best restart"]]

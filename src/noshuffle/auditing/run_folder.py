@@ -53,7 +53,8 @@ def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     own = audit_plan(plan, stated=stated, most_steps=most_steps)
     unseen = [own.left_out] if own.left_out else []
     if earlier:
-        unseen.append(f"{earlier} earlier run(s), which the statement of this fork counts")
+        runs = f"{earlier} earlier run{'' if earlier == 1 else 's'}"
+        unseen.append(f"{runs}, which the statement of this fork counts")
     unseen += [*folder.before(), *voids(said.get("assumptions", ()))]
     found: list[Finding] = [replace(own, left_out="; ".join(unseen))]
     saved = checkpoint.saved(folder.checkpoints)

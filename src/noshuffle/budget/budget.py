@@ -194,7 +194,7 @@ class Budget:
     def words(self) -> str:
         """What was spent, and what it means, as text."""
         entries, spent, void = self.entries(), self.total(), self.not_private_runs()
-        who = f"{len(entries)} run(s) on this data"
+        who = f"{len(entries)} run{'' if len(entries) == 1 else 's'} on this data"
         does = f"NOT PRIVATE: no ε holds for {len(void)} of {who}; the others cost at most"
         lines = [
             f"{does if void else f'{who} cost'} ε = {up(spent.epsilon(self.delta), digits=4)} at "

@@ -56,6 +56,9 @@ def fit(asked: FitSettings, output: Output) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", NoBounds)  # said above, of --bounds
         model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
+    if model.solver_ == "gd":  # independent noise; how often it reads follows from the table
+        idle = ("mechanism", "release_score", *(["passes"] if asked.passes == 1 else []))
+        kept = {name: value for name, value in kept.items() if name not in idle}
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
     how |= {
         "task": asked.task,

@@ -178,14 +178,21 @@ def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
 
     # A column less is better than numbers, or words above them, cut short.
     endless = console.options.update(max_width=1000)
-    for spared in ("fit, s", "sensitivity", "max", "noise", "ε"):
+    for spared in ("fit, s", "sensitivity", "max", "noise", "ε", "buffers"):
         if console.measure(drawn(), options=endless).maximum <= console.width:
             break
         kept.remove(spared)
     console.print(drawn())
+    about = {
+        "noise": "noise: its multiplier. ",
+        "sensitivity": "sensitivity: what one unit moves, in clip norms. ",
+        "buffers": "buffers: copies of the model that are kept. ",
+    }
     console.print(
-        "noise: its multiplier. rms, max: standard deviation of the noise in the running sum of "
-        "gradients over the steps, in units of the clip norm, at the ε shown. identity is DP-SGD. "
-        "The order of the data may be anybody's choice"
+        "".join(said for heading, said in about.items() if heading in kept)
+        + f"rms{', max' if 'max' in kept else ''}: standard deviation of the noise in the running "
+        "sum of gradients over the steps, in units of the clip norm"
+        + (", at the ε shown" if "ε" in kept else f", at ε = {up(rows[0].epsilon, places=3)}")
+        + ". identity is DP-SGD. The order of the data may be anybody's choice"
         + ("; sampled: every batch is drawn in secret." if beside else ".")
     )

@@ -50,7 +50,10 @@ def _made(kind: str, text: str, known: dict[str, tuple[int, Callable[..., Any]]]
     except (KeyError, ValueError):
         forms = ", ".join(f"{one}:{','.join('N' * n)}" for one, (n, _) in known.items())
         raise InvalidInput(f"{kind} must be one of {forms} (N a number); got {text!r}") from None
-    return build(*numbers)
+    try:
+        return build(*numbers)
+    except InvalidInput as error:
+        raise InvalidInput(f"--{kind} {text}: {error}") from None
 
 
 def constraint_of(text: str) -> Constraint | None:

@@ -117,7 +117,7 @@ class TrainSettings(RunSettings):
             positive(noise_multiplier=self.noise_multiplier)
         if self.momentum >= 1 or self.cooldown > 1:
             raise InvalidInput(
-                "momentum must lie in [0, 1) and cooldown in [0, 1], "
+                "momentum must lie in [0, 1) and cooldown= in [0, 1], "
                 f"got {self.momentum} and {self.cooldown}"
             )
         is_banded = self.sampling in ("cyclic", "separated")
@@ -129,7 +129,7 @@ class TrainSettings(RunSettings):
                 f"got {self.mechanism!r}; other correlated noise takes bins, or the data in order"
             )
         if self.separation is not None and not is_banded:
-            raise InvalidInput("separation belongs to sampling cyclic or separated")
+            raise InvalidInput("separation belongs to sampling=cyclic or sampling=separated")
         for name in ("lr", "clip_norm"):
             if (came := getattr(self, name)) > MOST:
                 raise InvalidInput(f"{name} must be at most {MOST:g} (float32), got {came:g}")
@@ -140,16 +140,16 @@ class TrainSettings(RunSettings):
         if self.average >= 1:
             raise InvalidInput(f"average must lie in [0, 1), got {self.average}")
         if self.optimizer != "ftrl" and (self.constraint or self.composite):
-            raise InvalidInput("constraint and composite belong to optimizer ftrl")
+            raise InvalidInput("constraint= and composite= belong to optimizer=ftrl")
         is_tree = self.mechanism == "tree" and self.sampling == "none"
         if not is_tree and (self.restart_every is not None or self.completion is not None):
-            raise InvalidInput("restart_every and completion belong to mechanism tree")
+            raise InvalidInput("restart_every= and completion= belong to mechanism=tree")
         if self.order == "random-per-restart" and (not is_tree or self.restart_every is None):
-            raise InvalidInput("order random-per-restart needs mechanism tree and restart_every")
+            raise InvalidInput("order=random-per-restart needs mechanism=tree and restart_every=")
         if self.order != "file" and (self.sampling != "none" or self.unit == "user"):
-            raise InvalidInput("order belongs to unit example without sampling; leave it at file")
+            raise InvalidInput("order belongs to unit=example without sampling=; leave it at file")
         if self.unit == "user" and self.sampling != "none":
-            raise InvalidInput("unit user is trained in order only; leave sampling at none")
+            raise InvalidInput("unit=user is trained in order only; leave sampling= at none")
 
     def folder_name(self) -> str:
         return self.data.replace(":", "-").replace(".", "-")

@@ -97,7 +97,8 @@ def statement_for(server: ServerOptimizer, user: UserId) -> PrivacyStatement:
         return run
     count = participations_of(server, user)
     epsilon = _own(server, count)
-    words = f"This is the guarantee of one user, who was sent work in {count} round(s) so far."
+    rounds = f"{count} round{'' if count == 1 else 's'}"
+    words = f"This is the guarantee of one user, who was sent work in {rounds} so far."
     if epsilon >= run.epsilon:
         return run.with_assumptions(words)
     own = replace(run, epsilon=epsilon, mu=None, rho=None, exact=False)

@@ -213,6 +213,7 @@ def _epsilon_by_times(
     axes.scatter(at, epsilons, s=sizes, color=ACCENT, alpha=0.35, lw=0)
     axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {up(delta)})")
     axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.legend(frameon=False, loc="lower right")
 
 
