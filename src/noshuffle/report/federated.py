@@ -204,6 +204,8 @@ def _epsilon_by_times(
     delta: float,
 ) -> None:
     """ε of a user over how often they were asked; circles where users are, by their share."""
+    from matplotlib.ticker import MaxNLocator
+
     everybody = sum(row.users for row in users)
     at, epsilons = [row.participations for row in users], [row.epsilon for row in users]
     sizes = [20 + 500 * row.users / everybody for row in users]
@@ -213,7 +215,7 @@ def _epsilon_by_times(
     axes.scatter(at, epsilons, s=sizes, color=ACCENT, alpha=0.35, lw=0)
     axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {up(delta)})")
     axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
-    axes.xaxis.get_major_locator().set_params(integer=True)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.legend(frameon=False, loc="lower right")
 
 
