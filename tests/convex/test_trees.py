@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 from sklearn.base import clone
+from sklearn.datasets import make_regression
 from sklearn.model_selection import GridSearchCV
 from sklearn.pipeline import make_pipeline
 from sklearn.utils.estimator_checks import check_estimator
@@ -116,6 +117,14 @@ def test_noise_of_many_trees_is_not_learned() -> None:
     z = np.sin(3 * x[:, 0]) * x[:, 1]
     settings = {"epsilon": 4.0, "bounds": (-1, 1), "target_bounds": (-1, 8), "test_seed": 0}
     assert PrivateTreesRegressor(**settings).fit(x, z).score(x, z) > 0.1
+
+
+def test_of_many_rows_a_tree_that_found_nothing_adds_nothing() -> None:
+    """By the squares of the last trees alone the error is 0.17 of the variance."""
+    x, y = make_regression(8000, 5, n_informative=3, noise=20.0, random_state=0)
+    settings = {"epsilon": 16.0, "bounds": (-3, 3), "target_bounds": (-500, 500)}
+    model = PrivateTreesRegressor(**settings, test_seed=0).fit(x, y)
+    assert np.mean((y - model.predict(x)) ** 2) / np.var(y) < 0.155
 
 
 def test_where_nothing_can_be_seen_trees_are_near_the_mean() -> None:

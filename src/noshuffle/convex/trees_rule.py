@@ -10,11 +10,12 @@ of 2^D leaves. The random draws are public: they tell nothing of rows. Then one 
 
 so that leaves which the noise hides stay near zero. Of numbers, what all leaves of a tree share is
 a running mean over all trees, and how leaves differ counts by the share of its squares that is no
-noise, over the last ten trees or so (`_beside_mean`): the noise of many trees would else add up to
-more than the targets vary. A row lies in one leaf. For two classes
-r = p − y and h = p(1 − p), so |r|² + S²h² = p²(1 + S²(1 − p)²) ≤ 1 wherever S² ≤ (1+p)/(p²(1−p)),
-whose minimum over p is at (√5 − 1)/2: ((1+√5)/2)⁵ = 11.09. S = 3.3 leaves all rows unclipped; for
-more classes and for numbers (h = 1, S = 1/2) rows are clipped to norm √2.
+noise, over the last ten trees or so or in this tree, whichever is less (`_beside_mean`): the noise
+of many trees would else add up to more than the targets vary. A row lies in one leaf.
+
+For two classes r = p − y and h = p(1 − p), so |r|² + S²h² = p²(1 + S²(1 − p)²) ≤ 1 wherever
+S² ≤ (1+p)/(p²(1−p)), whose minimum over p is at (√5 − 1)/2: ((1+√5)/2)⁵ = 11.09. S = 3.3 leaves all
+rows unclipped; for more classes and for numbers (h = 1, S = 1/2) rows are clipped to norm √2.
 
 Random splits with private leaves: Maddock, Cormode, Wang, Maple, Jha 2022 (federated boosted trees
 with differential privacy); the histogram that steers them and the free curvature are ours. The
@@ -141,7 +142,8 @@ class TreesRule(Rule):
         """How the sums of leaves differ, as far as it is no noise, and the next step of the mean.
 
         Both are kept by James and Stein's (1961) share, of a noise that is one or two deviations
-        larger than on average: noise alone would else pass in every second tree.
+        larger than on average: noise alone would else pass in every second tree. Where rows are
+        many, trees differ in what they find, and one that found nothing adds nothing.
         """
         trees = len(self.trees) + 1
         off = float(slope.sum()) / self._rows
@@ -154,7 +156,8 @@ class TreesRule(Rule):
         now = np.array([np.sum(slope**2), slope.size * noise, slope.size])
         self._squares = _MEMORY * self._squares + now
         square, noise, many = self._squares.tolist()
-        return slope * _share(square, (1.0 + math.sqrt(2.0 / many)) * noise), step
+        recent = _share(square, (1.0 + math.sqrt(2.0 / many)) * noise)
+        return slope * min(recent, _share(now[0], now[1])), step
 
     def _list_splits(self) -> None:
         """Edges near quantiles of every column, and how likely each is drawn."""
