@@ -70,8 +70,8 @@ REASONS = {
     "frank_wolfe_full": "steeper: the optimum lies inside of a face, where noise falls like 1/n",
     "ftrl (logistic)": "not its regime: the bound is above what standing still costs",
     "dp_gd in d": "scores shrink as d grows, so that curvature is larger: 1.9 is to be expected",
-    "dp_svrg": "not yet there: each doubling of n has −0.83, −0.90, −0.94; the smallest sizes have "
-    "two snapshots",
+    "dp_svrg": "not yet there: each doubling of n has −0.31, −0.64, −0.77, and −0.9 to 8192; the "
+    "smallest sizes have two snapshots",
     "frank_wolfe_noisy, tree": "the noise of a tree grows with ln n, which takes a tenth off the "
     "slope; next row",
     "frank_wolfe_tree": "(ln² n / n)^⅔ is the rate, and the number of phases jumps with n; next "

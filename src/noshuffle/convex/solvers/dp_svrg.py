@@ -10,6 +10,12 @@ Poisson-sampled Gaussian of multiplier z whatever c_t is, so the composition is 
 plus one plain Gaussian of multiplier z per epoch, summed as Rényi divergences (zero-out: one row
 moves the sum of differences by c_t, and the sum of snapshot gradients by L).
 
+The noise of a snapshot is the same in all m steps of its epoch, and moves the last of them by up to
+ηm of itself, while differences add at most D = min(2L, βR)/q times the noise of one step: with
+V = d(z/n)²(mL² + D²) the mean of T steps of η has an excess of R²/(2ηT) + ηV/2 or so, hence
+η = R/√(TV), at most 1/(2(β + ridge)(1 + 4/(qn))), within which variance reduction converges. The
+answer is the mean of the second half of all steps.
+
 State: weights, snapshot and its private gradient, the average.
 
 >>> from noshuffle.convex.losses import logistic
@@ -74,16 +80,18 @@ def dp_svrg(
     )
     bound, expected = loss.lipschitz, rate * n
     if learning_rate is None:
-        private = d * (noise * bound / n) ** 2
-        length = problem.radius / math.sqrt(epochs * steps * (bound**2 + private))
-        learning_rate = min(length, 1 / max(loss.smoothness + loss.ridge, 1e-12))
+        reach = min(2 * bound, loss.smoothness * problem.radius) / rate
+        private = d * (noise / n) ** 2 * (steps * bound**2 + reach**2)
+        curved = 2 * max(loss.smoothness + loss.ridge, 1e-12) * (1 + 4 / expected)
+        learning_rate = min(problem.radius / math.sqrt(epochs * steps * private), 1 / curved)
     positive(learning_rate=learning_rate)
     release = problem.gaussians(steps=epochs * (steps + 1))
     w, average = problem.start(), np.zeros(d)
-    for _ in range(epochs):
+    late = epochs * steps - epochs * steps // 2  # the second half, and one of one
+    for epoch in range(epochs):
         v = w
         snapshot = release(problem.gradient(v) / n, scale=noise * bound / n)
-        for _ in range(steps):
+        for step in range(steps):
             reach = min(2 * bound, loss.smoothness * float(np.linalg.norm(w - v)))
             chosen = np.flatnonzero(problem.draws.coins(rate, n))
             part = problem.gradient(w, chosen) - problem.gradient(v, chosen)
@@ -91,7 +99,8 @@ def dp_svrg(
             part = release(part, scale=noise * reach) if reach > 0 else np.zeros(d)
             g = part / expected + snapshot + loss.ridge * w
             w = problem.domain.project(w - learning_rate * g)
-            average += w / (epochs * steps)
+            if epoch * steps + step >= epochs * steps - late:
+                average += w / late
     return problem.solution(
         average,
         {"noise": noise, "learning_rate": learning_rate},
