@@ -136,6 +136,16 @@ def test_dp_sgd_states_and_learns() -> None:
     assert np.mean(np.sign(x @ run.weights) == y) > 0.85
 
 
+def test_dp_gd_stays_near_its_start_where_noise_hides_all() -> None:
+    """Whole steps had 3.9 and 1.8 times the loss of the start."""
+    x, y = table(2000, 50)
+    for epsilon in (0.003, 0.01):
+        run = dp_gd(
+            losses.huber(), x, y, epsilon=epsilon, delta=1e-6, domain=Ball(20.0), test_seed=0
+        )
+        assert np.mean(losses.huber().values(run.weights, x, y)) < 1.02 * 0.5
+
+
 def test_dp_svrg_states_and_learns() -> None:
     x, y = table(2000)
     run = dp_svrg(losses.logistic(), x, y, epsilon=2.0, delta=1e-6, domain=Ball(5.0), test_seed=0)

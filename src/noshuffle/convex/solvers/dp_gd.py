@@ -12,8 +12,10 @@ R L√d·O(1/(εn)). That is the default for losses with kinks, with at most 102
 Smooth losses need far fewer. Heavy-ball steps v ← 0.9v + g, w ← Π_K(w − v/(β + ridge)) average T
 noises of deviation √T·Δ/μ down to that of one release once they have travelled, so only the
 distance bounds T from below, and the noise of early steps from above: T = nμ/(3c√d) within [4, 256]
-and the mean of the second half, as found by simulation (`gradient_rule`). `output`, a rule or a
-rate given take the schedule above. State: the weights, their velocity and their average.
+and the mean of the second half, as found by simulation (`gradient_rule`). Where T would be below 4
+the noise hides all there is to learn, and steps are (T/4)² as long: the answer is then near the
+start. `output`, a rule or a rate given take the schedule above. State: the weights, their
+velocity and their average.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -95,13 +97,14 @@ def dp_gd(
 def _heavy_ball(problem: Problem, steps: int | None) -> Solution:
     """The schedule for smooth convex losses; the guarantee is that of T releases, as above."""
     loss, n, d, mu = problem.loss, problem.n, problem.d, problem.mu
+    useful = n * mu / (3 * problem.c * math.sqrt(d))
     if steps is None:
-        steps = int(min(max(n * mu / (3 * problem.c * math.sqrt(d)), 4), 256))
+        steps = int(min(max(useful, 4), 256))
     whole(steps=steps)
     reach = problem.c * loss.lipschitz / n
     deviation = math.sqrt(steps) * reach / mu
     release = problem.sums(identity(), steps=steps, scale=deviation)
-    rate = 1 / (loss.smoothness + loss.ridge)
+    rate = min(1.0, useful / 4) ** 2 / (loss.smoothness + loss.ridge)
     w, velocity, average = problem.start(), np.zeros(d), np.zeros(d)
     late = steps - steps // 2  # the second half, and one of one
     for t in range(steps):
