@@ -14,7 +14,7 @@ norm_histogram  norms counted in bins, with noise       rule_check  are the rule
 captured    what a loss takes from around it            batch_check  are all of a batch apart?
 looks       when a model is looked at again             later_looks  what is asked then
 look_runs   runs of a look, under the same draws        batch_gradients  and on the way back?
-row_check   is row b of every layer example b?
+row_check   is row b of every layer example b?  outside_use  weights used around their layers
 """
 
 from noshuffle.clipping.causal_lm import next_token

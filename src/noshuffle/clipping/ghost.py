@@ -29,6 +29,7 @@ from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
+import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import check
@@ -60,6 +61,7 @@ from noshuffle.clipping.objective import (
     shape_of,
     take,
 )
+from noshuffle.clipping.outside_use import noted
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.row_check import FormsFn, pairs_in_place
@@ -349,7 +351,10 @@ def _tried(
 ) -> tuple[ExampleAxes, str]:
     """The layout of a model whose rules were found to be right, and what was allowed for that."""
     with check.as_written(model):
-        layout = find_layout(model, layers, probe(model, loss_fn, batch))
+        run = probe(model, loss_fn, batch)
+        layout = find_layout(model, layers, run)
+        with torch.enable_grad(), noted(layers) as calls:
+            calls.refuse(run(2), check.trainable(model))
     layout = replace(layout, inner=shape_of(batch).inner)
 
     forms_of = _forms_of(model, loss_fn, layers, layout)

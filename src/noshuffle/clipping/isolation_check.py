@@ -14,8 +14,9 @@ Two facts are checked on real rows of the first batch, under the same random num
 
 What mixes batches of some sizes only does nothing to two: `batch_check` looks at whole ones.
 
-A weight used outside its layer, a hook that changes an output, a batch flattened the other way or
-examples that mix all fail here, and the caller then writes gradients out instead. No state.
+A hook that changes an output, a batch flattened the other way or examples that mix all fail here,
+and so does a weight used outside its layer where these two have a gradient there (`outside_use`
+asks the graph). The caller then writes gradients out instead. No state.
 """
 
 from __future__ import annotations
