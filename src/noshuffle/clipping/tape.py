@@ -108,6 +108,12 @@ class GradientTape:
         self.is_on = False  # a checkpointed part runs again now, and must not be recorded twice
         found: dict[str, list[GradientForm]] = {}
         shared = COPIES.set({})
+        for handle in self.handles:
+            # A hook of the model (`h.register_hook(clamp)`) comes first: weights have what it
+            # leaves. Torch reads hooks in the order in which they came into the dictionary.
+            hooks = handle.hooks_dict_ref()
+            if hooks is not None and len(hooks) > 1:
+                hooks[handle.id] = hooks.pop(handle.id)
         try:
             self._backward(losses)
             for site in self.sites:
