@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -125,3 +127,56 @@ def test_uses_inside_of_layers_stay_with_their_rules(how: str, far: float) -> No
     engine = Ghost()
     engine.clipped_sum(Model(how), nn.MSELoss(), rows(far=far), clip=Flat(1.0))
     assert not any("whole model" in note for note in engine.fallbacks)
+
+
+def test_a_hook_on_the_result_of_a_layer_comes_before_its_rule() -> None:
+    class Hooked(nn.Sequential):
+        def forward(self, x: Tensor) -> Tensor:
+            h = self[0](x)
+            if h.requires_grad:
+                h.register_hook(lambda g: g.clamp(-0.05, 0.05))
+            return self[1](torch.tanh(h))
+
+    torch.manual_seed(0)
+    model, engine, clip = Hooked(nn.Linear(4, 4), nn.Linear(4, 4)), Ghost(), Flat(1.0)
+    engine.clipped_sum(model, nn.MSELoss(), rows(far=1e4), clip=clip)  # whose gradients are small
+    found = engine.clipped_sum(model, nn.MSELoss(), rows(far=0.5), clip=clip).values
+    due = PerExample().clipped_sum(model, nn.MSELoss(), rows(far=0.5), clip=clip).values
+    assert not engine.fallbacks
+    for name, value in due.items():
+        torch.testing.assert_close(found[name], value)
+
+
+def named(name: str, forward: Callable[[Any, Tensor], Tensor], *shape: int) -> nn.Module:
+    """A layer that looks like one of Hugging Face's."""
+    layer: nn.Module = type(name, (nn.Module,), {"forward": forward})()
+    layer.weight, layer.eps, layer.nf = nn.Parameter(torch.ones(*shape)), 1e-6, 4
+    return layer
+
+
+def root(x: Tensor) -> Tensor:
+    return (x.square().mean(-1, keepdim=True) + 1e-6).sqrt()
+
+
+NAMED = {
+    "another room": (named("OwnRMSNorm", lambda m, x: x / (root(x) + 1.0) * m.weight, 4), False),
+    "a gate": (
+        named("GatedRMSNorm", lambda m, x: x / root(x) * m.weight ** (root(x) < 9).int(), 4),
+        False,
+    ),
+    "added": (
+        named("Conv1D", lambda m, x: x @ m.weight + F.relu(1 - x.abs()) * m.weight[0], 4, 4),
+        False,
+    ),
+    "usual": (named("OwnRMSNorm", lambda m, x: x / root(x) * (1 + m.weight), 4), True),
+    "by input": (named("Conv1D", lambda m, x: x @ m.weight, 4, 4), True),
+    "takes more": (named("OwnRMSNorm", lambda m, x, y=None: x / root(x) * m.weight, 4), True),
+}
+
+
+@pytest.mark.parametrize("how", NAMED)
+def test_a_layer_that_is_not_what_its_name_says_has_no_rule(how: str) -> None:
+    layer, is_right = NAMED[how]
+    engine, model = Ghost(), nn.Sequential(layer, nn.Linear(4, 4))
+    engine.clipped_sum(model, nn.MSELoss(), rows(far=1e4), clip=Flat(1.0))
+    assert any("has no rule" in note for note in engine.fallbacks) is not is_right

@@ -65,6 +65,7 @@ from noshuffle.clipping.outside_use import noted
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.row_check import FormsFn, pairs_in_place
+from noshuffle.clipping.rule_check import names_fit
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
@@ -339,6 +340,8 @@ def _readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, Ex
     fewer += [{"splits": not layers.split, "by_name": False}] if is_guessed else []
     while True:
         try:
+            with with_same_rng(model):
+                names_fit(layers)
             return layers, *_tried(model, loss_fn, batch, layers)
         except NotByLayer as reason:
             if not fewer or isinstance(reason, NotNow):

@@ -3,7 +3,9 @@
     per parameter     ‖g_i‖ by the rules  =  ‖g_i‖ by autograd, i = 0, 1        Σ g_i  =  Σ g_i
 
 A weight used outside its layer, a hook that changes an output, a batch flattened the other way all
-fail here. `isolation_check` asks, on two rows of the first batch. No state.
+fail here. `isolation_check` asks, on two rows of the first batch. A rule that goes by a layer's
+name is asked of the layer alone, too, on drawn inputs: what it computes may differ from what its
+name says where the first rows are not (`names_fit`). No state.
 
 >>> close(1.0, 1.0005, low=False), close(1.0, 1.2, low=False)
 (True, False)
@@ -13,16 +15,20 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
 from itertools import zip_longest
 
 import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.forms import GradientForm, merge, squares
-from noshuffle.clipping.layers import NotByLayer
+from noshuffle.clipping.layers import Layers, NotByLayer
 from noshuffle.clipping.objective import Batch
 from noshuffle.clipping.products import sum_dtype, wide
+from noshuffle.clipping.rules import Rule, find_rule
 
+#: Root mean squares of the inputs that a layer with a rule by name is shown.
+SIZES = (0.1, 1.0, 30.0, 1e3)
 #: Numbers of a gradient that are compared at a time.
 PIECE = 1 << 18
 
@@ -83,6 +89,36 @@ def all_exact(
         own = [t[i] for t in truth] or [None, None]
         rows = [blank if t is None else wide(t) for t in own]
         _exact(name, merge(forms.get(name, [])), rows, whole, low=low)
+
+
+def names_fit(layers: Layers) -> None:
+    """Raise NotByLayer unless rules by a layer's name give what autograd gives of drawn inputs.
+
+    Tables are not asked: gradients of their size take long.
+    """
+    for name, layer in layers.ruled.items():
+        if find_rule(layer) is None and not isinstance(layer, nn.Embedding):
+            for size in SIZES:
+                with suppress(RuntimeError, TypeError, ValueError, LookupError):  # what it refuses
+                    _fits(name, layer, layers.rules[name], size=size)
+
+
+def _fits(name: str, layer: nn.Module, rule: Rule, *, size: float) -> None:
+    """The same of one layer, for inputs of one size."""
+    like = layer.weight
+    assert isinstance(like, Tensor)
+    x = size * torch.randn(4, 3, len(like), device=like.device, dtype=like.dtype)
+    own = {key: p for key, p in layer.named_parameters() if p.requires_grad}
+    with torch.enable_grad():
+        out = layer.forward(x)
+        g = torch.randn_like(out)
+        truth = torch.autograd.grad((out * g).sum(), list(own.values()))
+    forms = rule(layer, x, g, len(x))
+    for key, exact in zip(own, truth):
+        found = forms[key].total(torch.ones(len(x), device=g.device))
+        gap, whole = length([found], [exact]), length([exact])
+        if gap > 0.05 * whole + 1e-6 and math.isfinite(whole):
+            raise NotByLayer(f"layer {name!r} does not compute what its name says")
 
 
 def _exact(
