@@ -471,8 +471,8 @@ def test_an_input_changed_in_place_after_its_layer():
 
 
 @pytest.mark.parametrize("kind", [nn.Linear, partial(nn.Conv1d, kernel_size=1)])
-def test_a_gradient_changed_in_place_after_its_norm_was_taken(monkeypatch, kind):
-    """A GPU takes norms as gradients arrive: the sum then read what a hook had made of them."""
+def test_a_gradient_changed_in_place_by_a_hook(monkeypatch, kind):
+    """A GPU takes norms as gradients arrive: norm and sum are of what the hook has made of them."""
 
     def times_thirty(g):
         g.mul_(30.0)
@@ -499,7 +499,7 @@ def test_a_gradient_changed_in_place_after_its_norm_was_taken(monkeypatch, kind)
     got = engine.clipped_sum(model, F.cross_entropy, rows, clip=Flat(0.05))
     want = PerExample().clipped_sum(model, F.cross_entropy, rows, clip=Flat(0.05))
     torch.testing.assert_close(got.values, want.values)
-    assert "changed in place by a hook" in engine.fallbacks[0]
+    assert not engine.fallbacks
 
 
 @pytest.mark.parametrize("kind", ["attention", "lstm"])
