@@ -12,8 +12,7 @@ from tests.clipping.odd_models import APART, MIXING, data
 from tests.clipping.test_row_check import Honest, Slots, tokens, vectors
 from torch import nn
 
-from noshuffle.clipping import Ghost, host_trial
-from noshuffle.clipping import ghost as ghost_module
+from noshuffle.clipping import Ghost, host_trial, rule_trial
 from noshuffle.clipping.factor import Flat
 from noshuffle.clipping.host_trial import is_elsewhere, lent, tried_on_host
 
@@ -44,7 +43,7 @@ def on_a_gpu(request, monkeypatch) -> bool:
                 patch.setattr(f"noshuffle.clipping.{name}.cut_short", trial_rows.cut_short)
             return asks(*given)
 
-    monkeypatch.setattr(ghost_module, "tried_on_host", with_all_rows)
+    monkeypatch.setattr(rule_trial, "tried_on_host", with_all_rows)
     return is_asked
 
 

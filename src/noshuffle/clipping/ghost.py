@@ -24,20 +24,16 @@ State: what was found out about each model, and the log `fallbacks`; nothing in 
 from __future__ import annotations
 
 from contextlib import nullcontext
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 from weakref import WeakKeyDictionary
 
-import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
-from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.host_trial import tried_on_host
-from noshuffle.clipping.isolation_check import tried
 from noshuffle.clipping.later_looks import LaterLooks, mixes_at
 from noshuffle.clipping.layers import (
     ExampleAxes,
@@ -45,10 +41,9 @@ from noshuffle.clipping.layers import (
     Mixes,
     NotByLayer,
     NotNow,
-    find_layout,
     read,
 )
-from noshuffle.clipping.look_runs import FIXED, probe, with_same_rng
+from noshuffle.clipping.look_runs import FIXED, with_same_rng
 from noshuffle.clipping.looks import Listeners, Look, kind_of
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
@@ -61,16 +56,13 @@ from noshuffle.clipping.objective import (
     shape_of,
     take,
 )
-from noshuffle.clipping.outside_use import noted
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
-from noshuffle.clipping.row_check import FormsFn, pairs_in_place
-from noshuffle.clipping.rule_check import names_fit
-from noshuffle.clipping.rules import find_rule
+from noshuffle.clipping.row_check import FormsFn
+from noshuffle.clipping.rule_trial import by_rules, readings
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.trial_rows import first_rows, usual
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
 from noshuffle.errors import one_of
 
@@ -95,7 +87,7 @@ class _Known:
         """The forms of any rows by these rules."""
         assert self.layers is not None
         assert self.layout is not None
-        return _forms_of(model, loss_fn, self.layers, self.layout)
+        return by_rules(model, loss_fn, self.layers, self.layout)
 
 
 @dataclass
@@ -316,7 +308,7 @@ class Ghost:
             raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
         if check.is_compiled(model):
             self._written_out.say(check.UNCOMPILED)
-        layers, layout, allowed = _readings(model, loss_fn, batch)
+        layers, layout, allowed = readings(model, loss_fn, batch)
         if allowed not in self._reason:
             self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
         for name, layer in layers.opaque.items():
@@ -327,54 +319,6 @@ class Ghost:
             else:
                 self._written_out.say(f"{which} has no rule: written out per example")
         return _Known(layers, layout)
-
-
-def _readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, ExampleAxes, str]:
-    """The first reading of the layers that a trial finds right: with more rules, then with fewer.
-
-    Left out are rules inside a layer that has parameters of its own, then those by a layer's name.
-    """
-    layers = read(model)
-    is_guessed = any(find_rule(layer) is None for layer in layers.ruled.values())
-    fewer = [{"splits": False}] if layers.split else []
-    fewer += [{"splits": not layers.split, "by_name": False}] if is_guessed else []
-    while True:
-        try:
-            with with_same_rng(model):
-                names_fit(layers)
-            return layers, *_tried(model, loss_fn, batch, layers)
-        except NotByLayer as reason:
-            if not fewer or isinstance(reason, NotNow):
-                raise
-            layers = read(model, **fewer.pop(0))
-
-
-def _tried(
-    model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers
-) -> tuple[ExampleAxes, str]:
-    """The layout of a model whose rules were found to be right, and what was allowed for that."""
-    with check.as_written(model):
-        run = probe(model, loss_fn, batch)
-        layout = find_layout(model, layers, run)
-        with torch.enable_grad(), noted(layers) as calls:
-            calls.refuse(run(2), check.trainable(model))
-    layout = replace(layout, inner=shape_of(batch).inner)
-
-    forms_of = _forms_of(model, loss_fn, layers, layout)
-    allowed = tried(model, loss_fn, batch, forms_of)
-    few = first_rows(batch)
-    pairs_in_place(model, forms_of, take(few, usual(few)))
-    notes = (allowed, tried_on_host(model, loss_fn, batch, forms_of))
-    return layout, "; ".join(filter(None, notes))
-
-
-def _forms_of(model: nn.Module, loss_fn: Loss, layers: Layers, layout: ExampleAxes) -> FormsFn:
-    """The forms of any rows, or of the losses of some of them."""
-
-    def forms_of(rows: Batch, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
-        return ghost_forms(model, loss_fn, rows, layers=layers, layout=layout, asked=asked)[0]
-
-    return forms_of
 
 
 def auto(
