@@ -274,7 +274,7 @@ def test_notes_speak_of_columns_that_are_shown(
         ),
         (
             "epsilon --mechanism tree --steps 8 --noise-multiplier 1 --completion",
-            "--completion must come with --restart-every: a tree",
+            "--completion must come with --restart-every, got it alone; a tree",
         ),
         ("train --restart-every 5", "--restart-every and --completion belong to --mechanism tree"),
         (

@@ -71,8 +71,8 @@ class Tree(Strategy):
             raise InvalidInput(f"completion must be True or False, got {self.completion!r}")
         if self.completion and self.restart_every is None:
             raise InvalidInput(
-                "completion must come with restart_every: a tree is completed only before the "
-                "next one starts"
+                "completion must come with restart_every, got it alone; a tree is completed only "
+                "before the next one starts"
             )
 
     def blocks(self, n: int) -> Iterator[tuple[int, int, int]]:
