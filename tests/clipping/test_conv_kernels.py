@@ -345,3 +345,14 @@ def test_layer_norms_by_a_kernel(steps: int, width: int) -> None:
     weight, _ = norm_kernels.layer_sums(x, g, size=3, eps=1e-5)
     assert weight[[0, 2]].isfinite().all()
     assert weight[1].isnan().all()
+
+
+@pytest.mark.parametrize("kind", ["half", "pair", "float"])
+def test_norms_and_sums_add_up_in_the_same_order(kind: str) -> None:
+    for outputs in (5, 24, 32, 33, 64, 130, 512):
+        for positions in (1, 16, 25, 64, 1024):
+            norms, sums = (
+                conv_kernels.tile(outputs, 288, positions, is_total=is_total, kind=kind)
+                for is_total in (False, True)
+            )
+            assert norms[2:4] == sums[2:4]

@@ -44,11 +44,9 @@ from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import constant, jit, tl
 
 Pair = tuple[int, int]
-Tile = tuple[int, int, int, int, int]
+Tile = tuple[int, int, int, int, int, int]
 #: What adding up the squares of a tile may lose.
 ROOM = constant(1.0 + 2.0**-16)
-#: Programs that keep a large GPU busy.
-PROGRAMS = 1056
 #: Bits of a table entry: more taps than that are somebody else's work.
 MOST_TAPS = 31
 
@@ -187,12 +185,13 @@ def _tables_for(
 def tile(
     outputs: int, columns: int, positions: int, *, is_total: bool, kind: str, is_roomy: bool = True
 ) -> Tile:
-    """Rows, columns and positions of G_b in hand at once; warps, and how far ahead they load.
+    """Rows, columns and positions of G_b in hand at once; warps, how far ahead they load, programs.
 
-    Measured on an H200 (layers of 64 to 512 channels): a sum holds two tables, so half the rows;
-    tables of positions are loaded before what they point to, so a stage more than usual where there
-    are several parts of an example. Positions: 128 bytes of them, or the few that there are, the
-    same for norms and sum, which then add in the same order. `kind`: "half", "pair" or "float".
+    Measured on an H200 (layers of 32 to 512 channels). A sum holds two tables, so half the rows,
+    and every group of examples leaves a table of the whole gradient to be added up, so a quarter of
+    the programs: 0.5 to 0.75 of the time that 1,056 took. Positions: 128 bytes of them, or the few
+    that there are. They and the warps are the same for norms and sum, which then add up in the same
+    order: fewer than four warps use tensor cores in another way. `kind`: "half", "pair" or "float".
     `is_roomy`: 160 KiB of shared memory a program.
 
     In pairs there is a table more, and three products wait for each other: small tiles (74 KiB),
@@ -201,11 +200,15 @@ def tile(
     """
     high, across = (max(16, 1 << (many - 1).bit_length()) for many in (outputs, columns))
     deep = min(64 if kind == "half" else 32, max(16, 1 << (positions - 1).bit_length()))
-    stages = 5 if is_roomy and (is_total or positions > deep) else 4 if is_roomy else 3
     if kind == "pair":
         rows, columns = (64, 128) if is_total else (128, 64)
-        return min(rows, high), min(columns, across), deep, 4, 5 if is_roomy else 4
-    return min(64 if is_total else 128, high), min(128, across), deep, 4, stages
+        return min(rows, high), min(columns, across), deep, 4, 5 if is_roomy else 4, 1056
+    if high <= 32:
+        return high, min(64 if is_total else 128, across), deep, 2, 3, 528
+    if not is_total:
+        return min(128, high), min(128, across), deep, 4, 2, 528 if positions > deep else 1056
+    stages = 2 if deep == 16 else 5 if is_roomy else 3
+    return min(64, high), min(128 if positions > deep else 64, across), deep, 4, stages, 264
 
 
 @lru_cache(maxsize=256)
@@ -258,7 +261,7 @@ def _launch(
     _, padding, dilation = how
     starts, inside, unit = _tables_for(x, g, kernel, how, pictures)
     taps, positions = kernel[0] * kernel[1], pictures * g.shape[2] * g.shape[3]
-    high, across, deep, warps, stages = tile(
+    high, across, deep, warps, stages, programs = tile(
         outputs,
         channels * taps,
         positions,
@@ -268,7 +271,7 @@ def _launch(
     )
     tiles_across = -(-channels * taps // across)
     tiles = -(-outputs // high) * tiles_across
-    each = -(-examples // max(1, min(examples, -(-PROGRAMS // tiles))))
+    each = -(-examples // max(1, min(examples, -(-programs // tiles))))
     if is_pair:
         at_once = (3 if factors is None else 2) * _processors(x.device)
         each = evenly(examples, tiles, parts=-(-positions // deep), at_once=at_once)
