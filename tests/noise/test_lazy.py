@@ -394,6 +394,20 @@ def test_a_step_is_touched_once_and_within_the_horizon() -> None:
     assert noise.done(torch.tensor([2, 5, 7])).tolist() == [5, 0, 5]
 
 
+def test_catching_up_touches_the_rows_that_are_behind() -> None:
+    noise, twin = lazy(), lazy()
+    for each in (noise, twin):
+        each.touch_(torch.tensor([2, 7]), 4)
+    behind, caught = noise.catch_up_(torch.tensor([7, 5, 2, 9]), 4)
+    assert behind.tolist() == [5, 9]
+    assert torch.equal(caught, twin.touch_(behind, 4))
+    assert not len(noise.catch_up_(torch.tensor([5, 2]), 4)[0])
+    assert not len(lazy().catch_up_(torch.tensor([5, 2]), -1)[0])
+    with pytest.raises(InvalidInput, match="call read_"):
+        noise.touch_(torch.tensor([2, 5]), 6, is_read=True)
+    assert torch.equal(noise._done, twin._done)
+
+
 def test_a_touch_that_failed_half_way_stops_the_noise() -> None:
     noise = lazy()
     with torch.inference_mode():

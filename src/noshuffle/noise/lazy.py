@@ -157,28 +157,50 @@ class LazyNoise(OneOwner):
         return torch.zeros(shape, dtype=torch.float32, device=self._device)
 
     @torch.no_grad()
-    def touch_(self, rows: Tensor, step: int, *, onto: Tensor | None = None) -> Tensor:
+    def touch_(
+        self, rows: Tensor, step: int, *, onto: Tensor | None = None, is_read: bool = False
+    ) -> Tensor:
         """The noise of the rows since their last touch, up to and including `step` (from 0).
 
         With `onto`, the clipped gradient sums of the rows: rate·onto + noise, rounded together.
         Gradients must come this way; added to the noise later, they would be bare below its grid.
+        `is_read` refuses rows that lack noise of earlier steps.
         """
         with self._one_at_a_time(step):
-            return self._touch_(self._checked(rows), step, onto=onto)
+            rows = self._checked(rows)
+            done = self._done[rows]
+            if len(rows):
+                first, last = torch.stack(torch.aminmax(done)).tolist()
+                if last > step:
+                    row = int(rows[done > step][0])
+                    raise InvalidInput(
+                        f"row {row} already has the noise of step {step}; touch a row once a "
+                        "step, with all its gradients summed"
+                    )
+                if is_read and first < step:
+                    raise InvalidInput(
+                        f"some rows lack noise of steps before {step}; call read_ before the "
+                        "forward pass"
+                    )
+            values = self._zeros(len(rows), self._width)
+            if onto is not None:
+                self.check_gradients(onto, rows=len(rows))
+                rate = self.rates[step] if self.rates else 1.0
+                values.copy_(onto.reshape(values.shape)).mul_(rate)
+            return self._shaped(self._advance_(rows, done, step, onto=values))
 
-    def _touch_(self, rows: Tensor, step: int, *, onto: Tensor | None) -> Tensor:
-        done = self._done[rows]
-        if bool((done > step).any()):
-            row = int(rows[done > step][0])
-            raise InvalidInput(
-                f"row {row} already has the noise of step {step}; touch a row once a step, with "
-                "all its gradients summed"
-            )
-        values = self._zeros(len(rows), self._width)
-        if onto is not None:
-            self.check_gradients(onto, rows=len(rows))
-            values.copy_(onto.reshape(values.shape)).mul_(self.rates[step] if self.rates else 1.0)
-        return self._advance_(rows, done, step, onto=values).view(len(rows), *self.shape[1:])
+    @torch.no_grad()
+    def catch_up_(self, rows: Tensor, step: int) -> tuple[Tensor, Tensor]:
+        """Those of the rows that lack noise of steps up to `step`, and that noise (−1: none)."""
+        with self._one_at_a_time(max(step, 0)):
+            rows = self._checked(rows)
+            done = self._done[rows]
+            behind = (done <= step).nonzero().view(-1)
+            rows, values = rows[behind], self._zeros(len(behind), self._width)
+            return rows, self._shaped(self._advance_(rows, done[behind], step, onto=values))
+
+    def _shaped(self, values: Tensor) -> Tensor:
+        return values.view(len(values), *self.shape[1:])
 
     @torch.no_grad()
     def flush_(self, step: int, *, out: Tensor | None = None, factor: float = 1.0) -> Tensor:
@@ -199,7 +221,7 @@ class LazyNoise(OneOwner):
                 rows = behind[at : at + count]
                 onto = self._zeros(len(rows), self._width)
                 noise = self._advance_(rows, self._done[rows], step, onto=onto)
-                add_rows_(out, rows, noise.view(-1, *self.shape[1:]).mul_(factor))
+                add_rows_(out, rows, self._shaped(noise).mul_(factor))
         return out
 
     def _rows_at_once(self) -> int:

@@ -25,7 +25,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from noshuffle.errors import InvalidInput, positive, whole
+from noshuffle.errors import positive, whole
 from noshuffle.noise.lazy import LazyNoise
 from noshuffle.noise.table_rows import add_rows_
 
@@ -57,10 +57,8 @@ class SparseSGD:
         """Bring rows up to date with step − 1, so that step `step` reads what eager SGD would."""
         self.noise.check_table(table)
         whole(at_least=0, step=step)
-        rows = rows.to(table.device)
-        behind = rows[self.noise.done(rows) < step]
+        behind, noise = self.noise.catch_up_(rows, step - 1)
         if len(behind):
-            noise = self.noise.touch_(behind, step - 1)
             with self.noise.to_the_end():
                 add_rows_(table, behind, noise.mul_(-self.lr / self.divisor))
 
@@ -70,11 +68,7 @@ class SparseSGD:
         self.noise.check_table(table)
         rows = rows.to(table.device)
         self.noise.check_gradients(gradients, rows=len(rows))
-        if not self.is_stale and bool((self.noise.done(rows) < step).any()):
-            raise InvalidInput(
-                f"some rows lack noise of steps before {step}; call read_ before the forward pass"
-            )
-        noisy = self.noise.touch_(rows, step, onto=gradients)
+        noisy = self.noise.touch_(rows, step, onto=gradients, is_read=not self.is_stale)
         with self.noise.to_the_end():
             add_rows_(table, rows, noisy.mul_(-self.lr / self.divisor))
 
