@@ -122,6 +122,10 @@ class GradientForm:
         """The gradients written out, [B, *shape]."""
         raise NotImplementedError
 
+    def write_(self, out: Tensor) -> None:
+        """The gradients written into out [B, numbers], rows of which may lie apart."""
+        out.copy_(self.dense().reshape(out.shape))
+
     def kept(self, keep: Tensor) -> GradientForm:
         """The same with the examples outside `keep` replaced by zeros (NaN and ∞ included)."""
         raise NotImplementedError
@@ -221,6 +225,14 @@ class OuterGradient(GradientForm):
             product = bmm(self.g.mT, self.a)[:, :o, :i]
             self.written.append(product.reshape(-1, *self.shape))
         return self.written[0]
+
+    def write_(self, out: Tensor) -> None:
+        o, i = self.g.shape[2], self.a.shape[2]
+        both = self.a.dtype, self.g.dtype, out.dtype
+        if self.written or o * i != out.shape[1] or set(both) != {torch.float32}:
+            super().write_(out)
+        else:  # a product goes where it belongs
+            torch.bmm(self.g.mT, self.a, out=out.view(len(out), o, i))
 
     def kept(self, keep: Tensor) -> GradientForm:
         # what the norm was taken of is also what is added up, rounding included

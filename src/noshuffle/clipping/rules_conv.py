@@ -150,6 +150,12 @@ class Convolution(GradientForm):
             self.written.append(full.reshape(self.size, *self.layer.weight.shape))
         return self.written[0]
 
+    def write_(self, out: Tensor) -> None:
+        if self.written or self.layer.groups != 1:
+            super().write_(out)
+        else:
+            self._plain()._outer().write_(out)
+
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return DenseGradient(self.written[0]).total(factors)

@@ -14,6 +14,7 @@ from torch import nn
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
 from noshuffle.clipping.factor import slack
 from noshuffle.clipping.forms import DenseGradient, OuterGradient
+from noshuffle.clipping.rules_conv import Convolution
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
@@ -34,6 +35,7 @@ from noshuffle.training.compiled import graphs as compiled_graphs
 from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.graphs import Signal
+from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.sum import candidates, short
 from noshuffle.training.compiled.update import update_for
 from noshuffle.training.models import build
@@ -640,6 +642,46 @@ def test_wide_layers_beside_the_matrix_have_the_same_sum(monkeypatch, most):
     torch.testing.assert_close(got.norms, want.norms)
     for name, value in want.values.items():
         torch.testing.assert_close(got.values[name], value, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("by_user", [False, True])
+def test_gradients_written_where_they_lie_give_the_same_sum(monkeypatch, by_user):
+    """Products and others, into rows whose length is no multiple of four; users, NaN and ∞ too."""
+    g = torch.Generator().manual_seed(11)
+    layer, keep = torch.nn.Conv2d(3, 5, 3), torch.arange(8) != 6
+    x, back = torch.randn(8, 3, 9, 8, generator=g), torch.randn(8, 5, 7, 6, generator=g)
+    a, of_a = torch.randn(8, 4, 6, generator=g), torch.randn(8, 4, 7, generator=g)
+    back[1], a[2], x[6] = torch.nan, torch.inf, torch.nan
+
+    def forms():
+        return {
+            "conv": [Convolution(layer, x.clone(), back.clone(), 8)],
+            "steps": [OuterGradient(a, of_a, (7, 6))],
+            "half": [OuterGradient(a.half(), of_a.half(), (7, 6))],
+            "bias": [DenseGradient(back.sum((2, 3)))],
+            "pair": [OuterGradient(a[:, :1], of_a[:, :1], (7, 6))],
+        }
+
+    shapes = {"conv": (5, 3, 3, 3), "steps": (7, 6), "half": (7, 6), "bias": (5,), "pair": (7, 6)}
+    like = {name: torch.zeros(shape) for name, shape in shapes.items()}
+
+    def found(fewest):
+        monkeypatch.setattr("noshuffle.training.compiled.flat.FEWEST_DIRECT", fewest)
+        users = None
+        if by_user:
+            users = StagedUsers(capacity=8, device=torch.device("cpu"), is_mean=False)
+            users.stage(np.array([0, 1, 1, 2, 3, 3, 2, 4]), None)
+        flat = Flattened(forms(), like, aim=20.0, rows=8, users=users)
+        return flat(forms(), torch.ones(8), keep)
+
+    want = found(10**9)
+    for fewest in (1, 40, 43):
+        got = found(fewest)
+        assert torch.equal(got.bad, want.bad)
+        torch.testing.assert_close(got.norms, want.norms, equal_nan=True)
+        for name, value in want.values.items():
+            assert value.isfinite().all()
+            torch.testing.assert_close(got.values[name], value, rtol=1e-5, atol=1e-6)
 
 
 def test_a_form_that_runs_a_batch_runs_it_as_the_graph_will(monkeypatch):

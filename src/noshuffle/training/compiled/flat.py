@@ -48,6 +48,8 @@ MOST_COLUMNS, MOST_NUMBERS = 2**16, 2**27
 MOST_PAIRED = 2**26
 #: A program takes the norm of a row, so longer gradients that are written out stay by themselves.
 MOST_WRITTEN = 2**17
+#: Gradients of so many numbers are written where they lie in the matrix, the others side by side.
+FEWEST_DIRECT = 2**10
 ROWS, COLUMNS, OUTPUTS, INPUTS, BLOCK = 32, 64, 16, 64, 1024
 #: What the square of a float32 may lose by underflow; the factor beside it may be large.
 HIDDEN = 1.2e-38
@@ -126,6 +128,7 @@ class Flattened:
         )
         if not self._dense and not self._pairs:
             raise Unsupported("no parameter fits into the matrix")
+        self._dense.sort(key=lambda name: like[name].numel() < FEWEST_DIRECT)
         self.columns = sum(like[name].numel() for name in self._dense)
         pairs: list[Any] = [forms[name][0] for name in self._pairs]
         inputs, outputs = [f.a.shape[2] for f in pairs], [f.g.shape[2] for f in pairs]
@@ -136,6 +139,7 @@ class Flattened:
         for i, o in zip(inputs, outputs):
             self._table.append((at, i, behind, o, self._length))
             at, behind, self._length = at + i, behind + o, self._length + i * o
+        self._width = behind
         if rows * behind > MOST_NUMBERS:
             raise Unsupported(f"a matrix of {rows} × {behind:,} is too large")
         # A lane of the kernel loses at most one rounding for every square that it adds up.
@@ -164,10 +168,7 @@ class Flattened:
     def __call__(self, forms: Forms, losses: Tensor, keep: Tensor) -> Sums:
         """Clip every row and sum; the rows of a user are one."""
         size, single = len(losses), losses.float()
-        pairs: list[Any] = [forms[n][0] for n in self._pairs]
-        parts = [*(forms[n][0].dense() for n in self._dense), *(f.a for f in pairs)]
-        parts += [f.g for f in pairs]
-        matrix = torch.cat([part.reshape(size, -1).float() for part in parts], dim=1)
+        matrix = self._matrix(forms, size)
         if len(self._zeros) != size:
             self._zeros = self._zeros.new_zeros(size)
         extra = hold(self._zeros)  # an eager batch of another size has others
@@ -192,6 +193,27 @@ class Flattened:
             values[name] = torch.zeros_like(self._like[name], dtype=torch.float32)
         ordered = {name: values[name] for name in self._like}
         return Sums(ordered, losses, report[1], report[2] != 0, report)
+
+    def _matrix(self, forms: Forms, size: int) -> Tensor:
+        """Rows of all gradients; numbers behind a row, if there are, are nobody's."""
+        direct = [name for name in self._dense if self._like[name].numel() >= FEWEST_DIRECT]
+        pairs: list[Any] = [forms[n][0] for n in self._pairs]
+        parts = [forms[n][0].dense() for n in self._dense[len(direct) :]]
+        parts += [*(f.a for f in pairs), *(f.g for f in pairs)]
+        rest = [part.reshape(size, -1).float() for part in parts]
+        if not direct:
+            return torch.cat(rest, dim=1)
+        # Rows begin at multiples of 16 bytes, which products need to be fast.
+        width = self._width + -self._width % 4
+        matrix = torch.empty((size, width), dtype=torch.float32, device=self._aim.device)
+        at = 0
+        for name in direct:
+            count = self._like[name].numel()
+            forms[name][0].write_(matrix[:, at : at + count])
+            at += count
+        if rest:
+            torch.cat(rest, dim=1, out=matrix[:, at : self._width])
+        return matrix
 
     def _by_kernels(
         self, matrix: Tensor, losses: Tensor, keep: Tensor, extra: Tensor
