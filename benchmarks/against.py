@@ -37,7 +37,7 @@ HERE = Path(__file__).resolve().parents[1]
 WORSE, TURNS = 1.03, 7
 Row = tuple[str, str, str]  # title of the table, name, column
 #: Modules that a benchmark finds absent here, so that it leaves its peers out.
-LEFT_OUT = ("opacus", "jax_privacy", "opake", "dp_accounting", "flwr", "pfl", "river")
+LEFT_OUT = ("opacus", "fastDP", "jax_privacy", "opake", "dp_accounting", "flwr", "pfl", "river")
 LAUNCH = (
     f"import os, runpy, sys; sys.modules.update(dict.fromkeys({LEFT_OUT})); del sys.argv[0]; "
     "sys.path[0] = os.path.dirname(sys.argv[0]); runpy.run_path(sys.argv[0], run_name='__main__')"

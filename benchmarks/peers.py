@@ -11,6 +11,9 @@ without:
     pip download --no-deps --dest wheels opacus==1.6.0 jax_privacy==2.0.0 optax chex dp_accounting …
     for wheel in wheels/*.whl; do python -m zipfile -e $wheel peers; done
 
+fastDP is on no index: put the folder `fastDP` of a checkout of awslabs/fast-differential-privacy
+into it. It imports transformers, and its release 2.0.0 deepspeed too.
+
 A benchmark asks `absent(name)` before it measures a peer and prints the reason instead of a row.
 """
 
@@ -41,6 +44,7 @@ PEERS = (
     Peer("torch", "torch", "plain training, normal_"),
     Peer("triton", "triton", "the fused kernels"),
     Peer("opacus", "opacus", "private steps: hooks, functorch, ghost"),
+    Peer("fastDP", "fastDP", "private steps: book-keeping"),
     Peer("jax", "jax", "what jax-privacy runs on"),
     Peer("jax-privacy", "jax_privacy.noise_addition", "noise: independent, BLT, bands, redrawn"),
     Peer("opake", "opake.dpftrl.noise", "noise (drawn on the CPU)"),

@@ -1,4 +1,4 @@
-"""Residual nets, a ViT and small CNNs on one GPU: the private step beside plain SGD and Opacus.
+"""Residual nets, a ViT and small CNNs on one GPU: the private step beside plain SGD and peers.
 
     python benchmarks/residual_gpu.py                          every row, one table
     python benchmarks/residual_gpu.py resnet-18 bf16 --peers   rows with all of these words
@@ -33,8 +33,10 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import peers
 import torch
 from step_methods import captured, network
+from step_peers import FASTDP, fastdp_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -291,6 +293,19 @@ def opacus(row: Row, x: Tensor, y: Tensor, *, mode: str) -> Step:
     return step
 
 
+def fastdp(row: Row, x: Tensor, y: Tensor, *, has_origin: bool) -> Step:
+    """fastDP's book-keeping, its clipping and noise, the same optimizer."""
+    if row.kind:
+        raise RuntimeError(f"no {row.kind} with fastDP here")
+    model = row.make()
+
+    def loss() -> Tensor:
+        with row.cast():
+            return LOSS(model(x), y)
+
+    return fastdp_step(model, row.optimizer(model), loss, batch_size=len(x), has_origin=has_origin)
+
+
 def timed(step: Step, steps: int) -> float:
     torch.cuda.synchronize()
     began = time.perf_counter()
@@ -326,6 +341,7 @@ def measure(row: Row, given: argparse.Namespace) -> dict[str, Any]:
         methods["noshuffle, eager"] = lambda *a: ours(*a, compile=False)
     if given.peers:
         methods |= {f"Opacus, {m}": lambda *a, m=m: opacus(*a, mode=m) for m in ("hooks", "ghost")}
+        methods |= {n: lambda *a, o=o: fastdp(*a, has_origin=o) for n, o in FASTDP.items()}
     found: dict[str, Any] = {"row": row.name}
     for title, method in methods.items():
         step: Step | None = None
@@ -343,10 +359,11 @@ def measure(row: Row, given: argparse.Namespace) -> dict[str, Any]:
             each = statistics.median(timed(step, steps) for _ in range(given.rounds))
             memory = (torch.cuda.max_memory_allocated() - held) / 2**30
             own: dict[str, Any] = {"ms": each, "GiB": memory, "start": start}
+            own["why"] = getattr(step, "note", "")  # what a peer leaves out
             private = getattr(step, "private", None)
             if private is not None:
                 own["why"] = f"{private.why} {private.fallbacks}"
-            if given.profile and "Opacus" not in title:
+            if given.profile and not title.startswith(("Opacus", "fastDP")):
                 own["kernels"] = kernels(step, given.profile)
         except Exception as error:
             own = {"error": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
@@ -407,6 +424,7 @@ def main() -> None:
     for flag in ("eager", "peers", "bound"):
         parser.add_argument(f"--{flag}", action="store_true")
     given = parser.parse_args()
+    peers.look_in_folder()
     lines = given.out.read_text().splitlines() if given.out and given.out.exists() else []
     done = {found["row"]: found for found in map(json.loads, lines)}
     print("| row | step | ms | × plain | GiB | × plain | s to the first |")

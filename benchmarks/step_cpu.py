@@ -1,18 +1,18 @@
-"""The whole private step on a CPU beside plain SGD and Opacus, interleaved in one process.
+"""The whole private step on a CPU beside plain SGD, Opacus and fastDP, interleaved in one process.
 
     python benchmarks/step_cpu.py [cnn mlp tlm lstm tlm-flat lstm-flat] [--rounds 11] [--threads 2]
                                   [--own] [--memory] [--phases]
 
 A private step here is everything `private.step` does: fingerprint of the batch, participation
 guard, clipped sum, ledger row, noise of the library's own source, division, SGD update. Opacus runs
-its default mode (hooks) and its ghost mode, with noise, without sampling. Every round runs each
-method once; the table shows medians and the median ratio to plain SGD, of wall time and of
-processor time. The language models come twice: with `cross_entropy(scores.transpose(1, 2), y)`,
-which torch computes slowly and a private step in the order of memory, and with the loss of
-flattened scores (`-flat`), which torch reads in order by itself. `--own` leaves the peers out.
-`--memory` measures the peak of each method in a process of its own, above what it held before the
-first step. `--phases` shows where a private step spends its time: the lower quartile of each phase,
-without the phases inside it.
+its default mode (hooks) and its ghost mode, fastDP its book-keeping, with noise, without sampling.
+Every round runs each method once; the table shows medians and the median ratio to plain SGD, of
+wall time and of processor time. The language models come twice: with
+`cross_entropy(scores.transpose(1, 2), y)`, which torch computes slowly and a private step in the
+order of memory, and with the loss of flattened scores (`-flat`), which torch reads in order by
+itself. `--own` leaves the peers out. `--memory` measures the peak of each method in a process of
+its own, above what it held before the first step. `--phases` shows where a private step spends its
+time: the lower quartile of each phase, without the phases inside it.
 """
 
 from __future__ import annotations
@@ -26,8 +26,10 @@ import sys
 import time
 import warnings
 
+import peers
 import step_cases as cases
 import torch
+from step_peers import FASTDP, fastdp_step
 
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
@@ -35,13 +37,14 @@ from noshuffle.strategies import blt, identity
 from noshuffle.training import privatize
 
 STRATEGIES = {"identity": identity(), "blt": blt((0.99, 0.75), (0.16, 0.32))}
-METHODS = ("plain", "identity", "blt", "hooks", "ghost")
+METHODS = ("plain", "identity", "blt", "hooks", "ghost", *FASTDP)
 TITLES = {
     "plain": "SGD, not private",
     "identity": "noshuffle, independent noise",
     "blt": "noshuffle, BLT with 2 buffers",
     "hooks": "Opacus, default (hooks)",
     "ghost": "Opacus, ghost",
+    **{name: name for name in FASTDP},
 }
 
 
@@ -61,6 +64,11 @@ def stepper(case: str, method: str):
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=len(batch[0]))
         return lambda: private.step(loss_fn, *batch)
+    if method in FASTDP:
+        model, size = make(), len(batch[0])
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        loss = lambda: loss_fn(model(batch[0]), *batch[1:])  # noqa: E731
+        return fastdp_step(model, optimizer, loss, batch_size=size, has_origin=FASTDP[method])
     return cases.opacus(make, loss_fn, batch, method, noise=1.0)
 
 
@@ -201,6 +209,7 @@ def main() -> None:
     chosen = parser.parse_args()
     torch.set_num_threads(chosen.threads)
     warnings.filterwarnings("ignore")
+    peers.look_in_folder()
     for case in chosen.cases:
         if chosen.peak:
             peak(case, chosen.peak)

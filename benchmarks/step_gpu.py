@@ -17,13 +17,13 @@ from __future__ import annotations
 
 import argparse
 import statistics
-import sys
 import tempfile
 import time
 import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import peers
 import torch
 from step_methods import (
     BATCH,
@@ -40,7 +40,7 @@ from step_methods import (
     random_batches,
     usual_adamw,
 )
-from step_peers import jax_privacy, opacus
+from step_peers import FASTDP, fastdp, jax_privacy, opacus
 
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
@@ -48,8 +48,6 @@ from noshuffle.strategies import from_dict
 from noshuffle.training import fit_model, privatize
 from noshuffle.training.batches import Batch
 
-#: Where peers may lie that are not installed.
-PEERS = Path(__file__).resolve().parents[1] / "peers"
 PER_EPOCH, EPOCHS = 240, 20
 Make = Callable[[list[Batch]], Step]
 
@@ -87,6 +85,8 @@ def methods(fuse: bool) -> dict[str, Make]:
         )
     for mode in ("hooks", "functorch", "ghost"):
         table[f"Opacus, {mode}"] = lambda b, m=mode: opacus(b, m)
+    for name, has_origin in FASTDP.items():
+        table[name] = lambda b, o=has_origin: fastdp(b, has_origin=o)
     table["jax-privacy, jit"] = jax_privacy
     return table
 
@@ -231,8 +231,7 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a CUDA device; there is none")
     warnings.filterwarnings("ignore")
-    if PEERS.is_dir():
-        sys.path.append(str(PEERS))
+    peers.look_in_folder()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}")
     if options.profile:
         profile(True if options.fuse else "auto")

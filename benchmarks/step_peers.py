@@ -1,21 +1,30 @@
-"""The peers of `step_gpu`: Opacus in its three modes, and jax-privacy under one jit.
+"""The peers of `step_gpu`: Opacus in its three modes, fastDP, and jax-privacy under one jit.
 
 Same CNN, batches, clip norm and update rule as ours. A peer is imported when its step is made, so
 one that is not there costs its own row and no other. `wait` hangs on a step that torch cannot wait
-for.
+for. The other benchmarks have fastDP's step from here, too.
 """
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
+from collections.abc import Callable
+from typing import Any
 
 os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
 
 import torch
 from step_methods import BATCH, LOSS, Step, network, sgd
-from torch import nn
+from torch import Tensor, nn
 
 from noshuffle.training.batches import Batch
+
+#: fastDP's rows, and whether each uses its origin parameters.
+FASTDP = {"fastDP, MixOpt": False, "fastDP, MixOpt, origin parameters": True}
+#: The share of a model's numbers that fastDP may leave as they are, before its row is refused.
+LEFT_AT_MOST = 0.01
 
 
 def opacus(batches: list[Batch], mode: str) -> Step:
@@ -46,6 +55,90 @@ def opacus(batches: list[Batch], mode: str) -> Step:
         optimizer.step()
 
     return step
+
+
+def fastdp_step(
+    model: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    loss: Callable[..., Tensor],
+    *,
+    batch_size: int,
+    has_origin: bool,
+    noise: float = 1.0,
+) -> Callable[..., None]:
+    """A step of fastDP for a loss that is a mean over examples; `note` is what it does not train.
+
+    Book-keeping ("MixOpt") with one clip norm for all layers. It clips ("Abadi"), where its default
+    divides every gradient by its norm. With `has_origin` autograd computes the gradients of its
+    origin parameters only, those of the first layer, since fastDP computes all by itself.
+
+    fastDP leaves alone what it has no rule for, and takes the norm of a tied weight from one of its
+    uses: the clipped gradient of one example then had a norm of up to 1.03 clip norms. Neither
+    is a step to compare with.
+    """
+    from fastDP import PrivacyEngine
+
+    count = len(list(model.parameters()))
+    if len(list(model.named_parameters(remove_duplicate=False))) > count:
+        raise RuntimeError("fastDP does not bound the gradient of a tied weight")
+    with contextlib.redirect_stdout(io.StringIO()):
+        engine = PrivacyEngine(
+            model,
+            batch_size=batch_size,
+            sample_size=100 * batch_size,
+            epochs=1,
+            noise_multiplier=noise,
+            max_grad_norm=1.0,
+            clipping_mode="MixOpt",
+            clipping_fn="Abadi",
+            clipping_style="all-layer",
+            origin_params=_first(model) if has_origin else None,
+        )
+        engine.attach(optimizer)
+
+    def step(*which: int) -> None:
+        optimizer.zero_grad()
+        loss(*which).backward()
+        optimizer.step()
+
+    step.note = _leave_out(model, engine)  # type: ignore[attr-defined]
+    return step
+
+
+def _first(model: nn.Module) -> list[str]:
+    """Where the backward pass ends: tables of embeddings, else the first layer with a weight."""
+    layers = {n: m for n, m in model.named_modules() if getattr(m, "weight", None) is not None}
+    tables = [f"{n}.weight" for n, m in layers.items() if isinstance(m, nn.Embedding)]
+    name, layer = next(iter(layers.items()))
+    own = "weight" if getattr(layer, "bias", None) is None else "bias"
+    return tables or [f"{name}.{own}"]
+
+
+def _leave_out(model: nn.Module, engine: Any) -> str:
+    """Freeze the few parameters that fastDP has no rule for, and name them; refuse if many."""
+    ruled = {id(p) for _, layer in engine.named_layers for p in layer.parameters(recurse=False)}
+    left = {n: p for n, p in engine.named_params if id(p) not in ruled}
+    if not left:
+        return ""
+    names = ", ".join(left)
+    share = sum(p.numel() for p in left.values()) / sum(p.numel() for p in model.parameters())
+    if share > LEFT_AT_MOST:
+        raise RuntimeError(f"fastDP has no rule for {share:.0%} of the model: {names}")
+    for parameter in left.values():
+        parameter.requires_grad_(False)
+    # Its hooks read this list; it would drop them at the first step, with a line among our rows.
+    engine.named_params[:] = [pair for pair in engine.named_params if pair[0] not in left]
+    return f"does not train {names}"
+
+
+def fastdp(batches: list[Batch], *, has_origin: bool) -> Step:
+    model = network()
+
+    def loss(i: int) -> Tensor:
+        x, y = batches[i % len(batches)].data
+        return LOSS(model(x), y)
+
+    return fastdp_step(model, sgd(model), loss, batch_size=BATCH, has_origin=has_origin)
 
 
 def jax_privacy(batches: list[Batch]) -> Step:

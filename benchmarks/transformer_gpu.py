@@ -1,4 +1,4 @@
-"""Private training of transformers on one GPU beside plain training and Opacus' ghost mode.
+"""Private training of transformers on one GPU beside plain training, Opacus and fastDP.
 
     python benchmarks/transformer_gpu.py --shape gpt2-small --dtype bf16 tf32 --peers
     python benchmarks/transformer_gpu.py --shape 1.3b --dtype bf16 --optimizer adamw
@@ -14,6 +14,7 @@ bytes in a step.
                     with four buffers (16 bytes a parameter; `--buffers 2`: what fits default to),
                     division, optimizer
     Opacus          its ghost mode with its own independent noise, no sampling
+    fastDP          book-keeping (`step_peers`), the same; tied embeddings are refused
 
 `bf16` is a model whose parameters are bfloat16, `autocast` one in float32 run under autocast,
 `tf32` one in float32 whose products may round to TF32. The 1.3 B shape has tied embeddings.
@@ -30,6 +31,7 @@ import peers
 import torch
 from gpu_rows import Step, bandwidth, bytes_of_release, measure, show, tell_release
 from step_cases import TransformerLM
+from step_peers import FASTDP, fastdp_step
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -179,6 +181,12 @@ class Case:
 
         return step
 
+    def fastdp(self, has_origin: bool) -> Step:
+        model = self.model()
+        loss = lambda: self.rows(model, self.x, self.y).mean()  # noqa: E731
+        size = self.shape.batch
+        return fastdp_step(model, self.updates(model), loss, batch_size=size, has_origin=has_origin)
+
 
 def compare(name: str, case: Case, *, rounds: int, only: str) -> None:
     engines = {mode: Ghost(mode=mode) for mode in ("fast", "lean", "auto")}
@@ -188,6 +196,7 @@ def compare(name: str, case: Case, *, rounds: int, only: str) -> None:
     for mode in engines:
         rows[f"private step, {mode}"] = lambda m=mode: case.private(engines[m])
     rows["Opacus, ghost mode"] = case.opacus
+    rows |= {title: lambda o=has_origin: case.fastdp(o) for title, has_origin in FASTDP.items()}
     wanted = only.split(",")
     rows = {n: make for n, make in rows.items() if any(part in n for part in ("plain", *wanted))}
     count = sum(p.numel() for p in case.model(torch.device("meta")).parameters())
@@ -220,7 +229,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=9)
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
-    parser.add_argument("--peers", action="store_true", help="also run Opacus, if it is there")
+    parser.add_argument("--peers", action="store_true", help="also run those that are there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
     parser.add_argument("--noise-memory", choices=PLACES, default="device")
     parser.add_argument("--buffers", type=int, choices=range(1, 5), default=4, help="of the noise")
@@ -230,7 +239,7 @@ def main() -> None:
     peers.look_in_folder()
     torch.set_float32_matmul_precision("high")
     shape = SHAPES[chosen.shape]
-    only = chosen.only + (",Opacus" if chosen.peers else "")
+    only = chosen.only + (",Opacus,fastDP" if chosen.peers else "")
     for dtype in chosen.dtype:
         case = Case(shape, dtype, chosen.optimizer, chosen.device, chosen.checkpoint)
         compare(chosen.shape, case, rounds=chosen.rounds, only=only)

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 import importlib
+import sys
 from itertools import combinations
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, ClassVar
 
 import numpy as np
 import pytest
+import torch
+from torch import nn
 
 from noshuffle.strategies import blt
 from noshuffle.strategies.workload import Workload, cooldown
@@ -85,10 +89,65 @@ def test_split_benchmarks_have_all_their_rows(monkeypatch: pytest.MonkeyPatch) -
         "SGD, CUDA graph",
         "ours, compiled and fused",
         "Opacus, ghost",
+        "fastDP, MixOpt",
         "jax-privacy, jit",
     } <= names
     speed = load("federated_speed", monkeypatch)
     assert {name.partition(" ")[0] for name in speed.WORKERS} == {"ours,", "Flower", "pfl"}
+
+
+class Engine:
+    """Knows linear layers and tables only, and says a lot, as fastDP's does."""
+
+    origins: ClassVar[list[Any]] = []
+
+    def __init__(self, module: nn.Module, *, origin_params: Any, **_: Any) -> None:
+        print("Number of trainable components")
+        self.origins.append(origin_params)
+        self.named_params = list(module.named_parameters())
+        rules = (nn.Linear, nn.Embedding)
+        self.named_layers = [own for own in module.named_modules() if type(own[1]) in rules]
+
+    def attach(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+
+class Placed(nn.Module):
+    """Tokens with a parameter of the model's own, and another layer between."""
+
+    def __init__(self, between: nn.Module) -> None:
+        super().__init__()
+        self.start = nn.Parameter(torch.zeros(1, 1, 4))
+        self.token, self.between, self.head = nn.Embedding(99, 4), between, nn.Linear(4, 99)
+
+
+def test_fastdp_is_measured_where_it_does_the_same_work(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It freezes what it has no rule for, and does not see that a weight is tied."""
+    monkeypatch.setitem(sys.modules, "fastDP", SimpleNamespace(PrivacyEngine=Engine))
+    monkeypatch.setattr(Engine, "origins", [])
+    steps = load("step_peers", monkeypatch)
+
+    def made(model: nn.Module, *, has_origin: bool = False) -> Any:
+        optimizer = torch.optim.SGD(model.parameters())
+        loss = lambda: model.head.weight.sum()  # noqa: E731
+        return steps.fastdp_step(model, optimizer, loss, batch_size=4, has_origin=has_origin)
+
+    model = Placed(nn.Identity())
+    assert made(model).note == "does not train start"
+    assert not model.start.requires_grad
+    assert model.head.weight.requires_grad
+    assert made(nn.ModuleDict({"head": nn.Linear(4, 2)}), has_origin=True).note == ""
+    made(Placed(nn.Identity()), has_origin=True)
+    assert Engine.origins == [None, ["head.bias"], ["token.weight"]]
+    with pytest.raises(RuntimeError, match=r"no rule for 1\d% of the model: start, between"):
+        made(Placed(nn.LSTM(4, 4)))
+    tied = Placed(nn.Identity())
+    tied.head.weight = tied.token.weight
+    with pytest.raises(RuntimeError, match="tied"):
+        made(tied)
+    assert capsys.readouterr().out == ""
 
 
 def test_rows_without_a_compiler_are_built_and_run_without(
