@@ -30,9 +30,11 @@ from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.plan import Plan
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
+from noshuffle.release.ledger import Admission
 from noshuffle.release.unit_ids import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
+from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.update import Update, update_for
 from noshuffle.training.generators import seeded
 from noshuffle.training.outcome import Outcome, mean_of_finite
@@ -107,8 +109,8 @@ class Compiled(Programs):
                 if is_early or admission is not None:
                     self._sum(program, size, keep, index, own)
                 # The device is at work from here on: what the sum does not need is done meanwhile.
-                if program.has_moved():
-                    self._recapture(program)
+                assert program.ending is not None
+                self.make_ready(program.ending)
                 if admission is None:
                     name = fingerprint.of_batch(
                         batch,
@@ -121,11 +123,8 @@ class Compiled(Programs):
                     keep = rows_kept(admission, size)
                     if not is_early:
                         self._sum(program, size, keep, index, None)
-                raw = program.sum_digest(is_now=admission.is_replay)
-                is_released = release.commit(admission, lambda: release.finished(raw()))
-                if is_released:
-                    program.release()
-                elif not parts.skips_replays:
+                is_released = self.close(program.ending, admission)
+                if not is_released and not parts.skips_replays:
                     raise release.refusal(index)
             except BaseException:
                 release.ledger.collect_digests(or_lose=True)  # what comes later is lost
@@ -155,6 +154,18 @@ class Compiled(Programs):
             program.sum()
         self.parts.threshold.prepare(index)  # while the device is at work
 
+    def close(self, ending: CapturedRelease, admission: Admission) -> bool:
+        """Record the step, then noise, division and update; the sum is under way, and `ending` ready.
+
+        Returns False where a repeated sum differs from the released one: it must be passed over.
+        """
+        release = self.parts.release
+        raw = ending.digest(is_now=admission.is_replay)
+        if not release.commit(admission, lambda: release.finished(raw())):
+            return False
+        ending.release()
+        return True
+
     def reset(self) -> None:
         """Forget everything that was captured."""
         super().reset()
@@ -167,23 +178,29 @@ class Compiled(Programs):
 
         def finish(program: Program) -> None:
             program.capture_digest()
-            program.forget()  # its place is given out as the private gradient from here on
-            self._update = self._update or update_for(self.parts.optimizer)
-            program.capture_release(self._update)
+            program.end_with(self.update)
 
         made = self.capture(loss_fn, batch, size, fuse=self._fuse, finish=finish)
         if made is None:
             return None
         program, name = made
-        assert self._update is not None
         self.why = (
-            f"compiled for up to {self.capacity} rows: sum by {name}, {self._update.name}; "
+            f"compiled for up to {self.capacity} rows: sum by {name}, {self.update.name}; "
             f"made in {time.perf_counter() - began:.1f} s"
         )
         return program
 
-    def _recapture(self, program: Program) -> None:
-        """The optimizer changed: its settings, or tensors that were loaded into it."""
+    @property
+    def update(self) -> Update:
+        """The optimizer's update, one for all programs."""
+        if self._update is None:
+            self._update = update_for(self.parts.optimizer)
+        return self._update
+
+    def make_ready(self, ending: CapturedRelease) -> None:
+        """Capture an update anew whose optimizer changed: its settings, or tensors in it."""
+        if not ending.has_moved():
+            return
         self._updates += 1
         update = update_for(self.parts.optimizer)
         if self._updates > MOST_UPDATES and update.is_captured:
@@ -191,12 +208,12 @@ class Compiled(Programs):
             self.say("the optimizer's settings go on changing: its update is not captured")
         with self.at_home():
             try:
-                program.capture_release(update)
+                ending.capture(update)
             except Exception as error:
                 line = " ".join(str(error).split())[:160]
                 self.say(f"the update was not captured ({type(error).__name__}: {line})")
                 update = Update(self.parts.optimizer, name="update not captured")
-                program.capture_release(update)
+                ending.capture(update)
         self._update = update
 
 
