@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from abc import ABC, abstractmethod
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -40,6 +41,19 @@ class Outcome:
         if own.device.type != "cpu" or own.dtype is not torch.float32:
             own = own.to("cpu", torch.float64)
         return mean_of_finite(own.numpy())
+
+
+class Unread(ABC):
+    """What a step saw, still on its way from the device."""
+
+    @abstractmethod
+    def read(self) -> Outcome:
+        """Wait for it."""
+
+    @property
+    @abstractmethod
+    def loss(self) -> float:
+        """Mean loss of the finite examples (NaN if there are none); waits for it."""
 
 
 def mean_of_finite(losses: NDArray[Any]) -> float:

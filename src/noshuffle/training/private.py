@@ -40,11 +40,11 @@ from noshuffle.plan import Plan
 from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import LoaderCheck, check_loader
-from noshuffle.training.compiled import Compiled, Pending
-from noshuffle.training.compiled.blocks import BlockSums
+from noshuffle.training.compiled import Compiled
+from noshuffle.training.compiled.parts import PartSums, StepInParts
 from noshuffle.training.first_step import first_look, first_step
 from noshuffle.training.hooks import at_work, guard, untraced
-from noshuffle.training.outcome import Outcome
+from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.pass_writes import PassWrites
 from noshuffle.training.passes import Listener
 from noshuffle.training.run import TrainingRun
@@ -68,7 +68,7 @@ class Private(TrainingRun):
         super().__init__(model, plan, parts)
         self.compiled: Compiled | None = None
         self.not_compiled = ""
-        self._blocks: BlockSums | None = None
+        self._sums: PartSums | None = None
         self.augment = augment
         self._copies = None
         if augment is not None:
@@ -90,7 +90,9 @@ class Private(TrainingRun):
     def why(self) -> str:
         """How a step is computed, and the reasons."""
         how = f"not compiled: {self.not_compiled}" if self.compiled is None else self.compiled.why
-        return "; ".join(part for part in (getattr(self._parts.engine, "why", ""), how) if part)
+        parts = "" if self._sums is None else self._sums.why
+        every = (getattr(self._parts.engine, "why", ""), how, parts)
+        return "; ".join(part for part in every if part)
 
     @property
     def fallbacks(self) -> list[str]:
@@ -98,7 +100,7 @@ class Private(TrainingRun):
         notes = list(getattr(self._parts.engine, "fallbacks", ()))
         if self.model is not self._parts.model and UNCOMPILED not in notes:
             notes.append(UNCOMPILED)
-        for own in (self.compiled, self._blocks):
+        for own in (self.compiled, self._sums):
             notes += [] if own is None else own.fallbacks
         return notes
 
@@ -142,7 +144,7 @@ class Private(TrainingRun):
         if self._copies is not None:
             seed = self._parts.release.seed(self._index, COPIES)
             loss_fn, batch = self._copies.of(loss_fn, batch, ids, seed=seed)
-        seen: Outcome | Pending | None = None
+        seen: Outcome | Unread | None = None
         if self.compiled is not None:
             with at_work(self._listener, self._parts.optimizer):
                 if self._parts.pass_writes is not None:
@@ -171,47 +173,57 @@ class Private(TrainingRun):
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
         if self._index:
-            with self._accumulate(self._part_sums()) as step:
+            with self._accumulate(is_captured=True) as step:
                 yield step
             return
-        with first_step(self._parts) as hear, self._accumulate(self._part_sums()) as step:
+        with first_step(self._parts) as hear, self._accumulate(is_captured=True) as step:
             step.hear = hear
             yield step
 
-    def _part_sums(self) -> BlockSums | None:
-        """Graphs of the sums of parts, where steps are compiled and nothing else changes them."""
-        parts = self._parts
-        if self.compiled is None or parts.groups_users or parts.threshold.is_adaptive:
+    def _part_sums(self) -> PartSums | None:
+        """Graphs of the sums of parts, where steps are compiled.
+
+        Not for a clip norm that follows a quantile: its count is made of the norms of all parts.
+        """
+        if self.compiled is None or self._parts.threshold.is_adaptive:
             return None
-        if self._blocks is None:
-            self._blocks = BlockSums(parts, captures=self.compiled.captures)
-        return self._blocks
+        if self._sums is None or self._sums.compiled is not self.compiled:
+            self._sums = PartSums(self.compiled)
+        return self._sums
+
+    def _step_in_parts(self) -> Step:
+        sums = self._part_sums()
+        if sums is not None:
+            step = StepInParts(self._parts, index=self._index, sums=sums)
+            if sums.begin(step):
+                return step
+        return self._new_step()
 
     @contextmanager
-    def _accumulate(self, sums: BlockSums | None = None) -> Iterator[Step]:
+    def _accumulate(self, *, is_captured: bool = False) -> Iterator[Step]:
         self.check_owner()
         with self._turn:
-            yield from self._accumulated(sums)
+            yield from self._accumulated(is_captured)
 
-    def _accumulated(self, sums: BlockSums | None) -> Iterator[Step]:
+    def _accumulated(self, is_captured: bool) -> Iterator[Step]:
         self._parts.check_open()
-        step = self._new_step()
-        if sums is not None:
-            step = Step(self._parts, index=self._index, sums=sums.clipped_sum)
+        step = self._step_in_parts() if is_captured else self._new_step()
         try:
             with at_work(self._listener):
                 yield step
             with at_work(self._listener, self._parts.optimizer):
                 seen = step.release()
-        finally:
-            if sums is not None:
-                sums.forget()
+        except BaseException:
+            step.give_up()
+            raise
+        if not self._is_looked_at and isinstance(seen, Unread):
+            seen = seen.read()
         self._finish(seen)
 
     def _new_step(self) -> Step:
         return Step(self._parts, index=self._index)
 
-    def _finish(self, seen: Outcome | Pending) -> None:
+    def _finish(self, seen: Outcome | Unread) -> None:
         self._outcome = seen
         self._index += 1
         # torch 2.6 to 2.13: a scheduler warns unless the `step` that it has wrapped was called.

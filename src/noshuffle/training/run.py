@@ -23,8 +23,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.sampler import Sampler
 from noshuffle.statement import PrivacyStatement
-from noshuffle.training.compiled import Pending
-from noshuffle.training.outcome import Outcome
+from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.training.step_parts import Parts, load_optimizer
 
@@ -35,7 +34,7 @@ class TrainingRun(OneOwner):
     def __init__(self, model: nn.Module, plan: Plan, parts: Parts) -> None:
         self.model, self.plan, self.run = model, plan, parts.release.folder
         self._parts, self._index = parts, 0
-        self._outcome: Outcome | Pending | None = None
+        self._outcome: Outcome | Unread | None = None
         self._attached: dict[str, Any] = {}
         self._epoch_rng: tuple[int, dict[str, Any]] | None = None
         self._is_closed = False
@@ -56,7 +55,7 @@ class TrainingRun(OneOwner):
     @property
     def outcome(self) -> Outcome | None:
         """What the last step saw; raw data."""
-        if isinstance(self._outcome, Pending):
+        if isinstance(self._outcome, Unread):
             self._outcome = self._outcome.read()
         return self._outcome
 

@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -37,13 +38,12 @@ from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import untraced
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
-from noshuffle.training.outcome import Outcome
+from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.step_parts import Parts
 from noshuffle.user_warnings import warn_user
 
-#: The clipped sum of one part of a batch by another way than the engine's, to be read before the
-#: next one (`compiled.blocks`); None where the engine has to do it.
-PartSum = Callable[..., ClippedSum | None]
+#: Sets the random numbers that layers draw, for the sum of a part.
+Rng = Callable[[], AbstractContextManager[None]]
 
 
 class Step:
@@ -60,9 +60,8 @@ class Step:
     #: Who is told of every part as it comes, if anybody is (`first_step`).
     hear: Callable[[tuple[Any, ...]], None] | None = None
 
-    def __init__(self, parts: Parts, *, index: int, sums: PartSum | None = None) -> None:
+    def __init__(self, parts: Parts, *, index: int) -> None:
         check_in_step(parts, index)
-        self._by_graph = sums
         self.parts = parts
         self.index = index
         self._ids: list[Ids | None] = []
@@ -116,34 +115,56 @@ class Step:
         keep = None if admission is None else rows_kept(admission, size)
         if keep is not None:
             self._dropped += size - int(keep.sum())
-            batch = take(batch, torch.from_numpy(keep))
-        units = None
-        if parts.groups_users:
-            assert own is not None
-            own = own if keep is None else own[keep]
-            units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
         for parameter in parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
-        clip, reduce = parts.threshold.clip, parts.reduce
         own_seed = parts.release.seed(self.index, len(self._sums)) if seed is None else seed
-        rng, part = partial(seeded, own_seed, parts.device), None
-        if self._by_graph is not None and batch_size(batch):
-            part = self._by_graph(loss_fn, batch, rng=rng)
-        if part is None:
-            with rng():
-                part = parts.engine.clipped_sum(
-                    parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
-                )
-        elif not self._sums:  # the others are added to it
-            part = replace(part, values={name: v.clone() for name, v in part.values.items()})
-        parts.guard.check_names(part.values)
+        rng = partial(seeded, own_seed, parts.device)
+        self._sums.append(self._add_up(loss_fn, batch, own, keep, size=size, rng=rng))
+
+    def _add_up(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        ids: Ids | None,
+        keep: Mask | None,
+        *,
+        size: int,
+        rng: Rng,
+    ) -> ClippedSum:
+        """The clipped sum of one part, added to those of the parts before."""
+        part = self._by_engine(loss_fn, batch, ids, keep, rng=rng)
         if self._sums:
             for name, value in self._sums[0].values.items():
                 value.add_(part.values[name])
-        self._sums.append(part)
+        return part
+
+    def _by_engine(
+        self,
+        loss_fn: Criterion | ModelLoss,
+        batch: tuple[Any, ...],
+        ids: Ids | None,
+        keep: Mask | None,
+        *,
+        rng: Rng,
+    ) -> ClippedSum:
+        """The clipped sum of the rows of a part that count."""
+        parts, units = self.parts, None
+        if keep is not None:
+            batch = take(batch, torch.from_numpy(keep))
+        if parts.groups_users:
+            assert ids is not None
+            own = ids if keep is None else ids[keep]
+            units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
+        clip, reduce = parts.threshold.clip, parts.reduce
+        with rng():
+            part = parts.engine.clipped_sum(
+                parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
+            )
+        parts.guard.check_names(part.values)
+        return part
 
     @untraced
-    def release(self) -> Outcome:
+    def release(self) -> Outcome | Unread:
         """Commit, add noise, divide by the planned batch size, update."""
         parts = self.parts
         if not self._sums:
@@ -158,16 +179,28 @@ class Step:
             self._leave_out_(values)
         if self._nameless > 1:  # a fact that the statement repeats
             parts.ledger.bind("in_parts", "yes")
-        if not self._commit(admission, values):  # a released step whose sum came out otherwise
-            if not parts.skips_replays:
-                raise parts.release.refusal(self.index)
-            parts.release.skip()
-            return replace(self._outcome(), is_skipped=True)
+        if self._close(admission, values):
+            return self._outcome()
+        # a released step whose sum came out otherwise
+        if not parts.skips_replays:
+            raise parts.release.refusal(self.index)
+        parts.release.skip()
+        seen = self._outcome()
+        return replace(seen if isinstance(seen, Outcome) else seen.read(), is_skipped=True)
+
+    def _close(self, admission: Admission, values: dict[str, Tensor]) -> bool:
+        """Commit; then noise, division and update. False where a repeated sum differs."""
+        parts = self.parts
+        if not self._commit(admission, values):
+            return False
         parts.release.add_noise_(values)
         self._give(values)
         parts.release.learn(self._sums, step=self.index)
         parts.optimizer.step()
-        return self._outcome()
+        return True
+
+    def give_up(self) -> None:
+        """The step does not come to its end: nothing raw of it is left where a next one looks."""
 
     def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
         release = self.parts.release
@@ -253,7 +286,7 @@ class Step:
         """What the newest part saw, for its maker."""
         return self._sums[-1].losses
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self) -> Outcome | Unread:
         if len(self._sums) == 1:
             only = self._sums[0]
             return Outcome(only.losses, only.norms, only.bad, self._dropped, only.shown)

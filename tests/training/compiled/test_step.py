@@ -32,7 +32,6 @@ from noshuffle.training import fit_model, in_order, privatize, verify
 from noshuffle.training.batches import TensorBatches
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled import graphs as compiled_graphs
-from noshuffle.training.compiled.blocks import BlockSums
 from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.graphs import Signal
 from noshuffle.training.compiled.staged import StagedUsers
@@ -927,33 +926,3 @@ def test_equals_the_eager_run_on_the_grid_too(monkeypatch):
     slow, fast = (make(compiled=c) for c in (False, True))
     torch.testing.assert_close(list(walk(fast, 6)), list(walk(slow, 6)), **CELL)
     torch.testing.assert_close(weights(fast), weights(slow), **CELL)
-
-
-def test_parts_of_a_batch_are_replays_with_the_bits_of_the_engine(monkeypatch):
-    calls = []
-    replayed = BlockSums.clipped_sum
-
-    def counted(self, *args, **options):
-        calls.append(replayed(self, *args, **options))
-        return calls[-1]
-
-    monkeypatch.setattr(BlockSums, "clipped_sum", counted)
-    runs = [make(compiled=compiled) for compiled in (True, False)]
-    x, y = data()
-    for private in runs:
-        for t in range(3):
-            with private.accumulate() as whole:
-                for part in (slice(8 * t, 8 * t + 5), slice(8 * t + 5, 8 * t + 8)):
-                    whole.add(LOSS, (x[part], y[part]), ids=np.arange(part.start, part.stop))
-    assert len(calls) == 6
-    assert None not in calls
-    for one, other in zip(*(private.model.parameters() for private in runs)):
-        assert torch.equal(one, other)
-    (program, *_) = runs[0]._blocks._programs.values()
-    assert not any(value.any() for value in program.values.values()), "a raw sum stayed"
-
-
-def test_parts_that_are_users_or_have_a_moving_norm_are_no_replays():
-    private = make(compiled=True)
-    private._parts.groups_users = True
-    assert private._part_sums() is None

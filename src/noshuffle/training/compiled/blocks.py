@@ -1,8 +1,8 @@
-"""Clipped sums of blocks as graphs that are replayed: batches in parts, steps over many ranks.
+"""Clipped sums of blocks as graphs that are replayed, for steps over many ranks.
 
 A block takes some hundred small operations, and a GPU waits for the host to start each of them. The
 sum of a block is captured once and replayed for every block of the same size; everything else stays
-as it is in `step` (`group.step`). What is captured are the operations of the run's own engine on as
+as it is in `group.step`. What is captured are the operations of the run's own engine on as
 many rows, so a block has the bits that it has on a rank that captures nothing.
 
 State: the programs, and in them the last block's sum, until `forget`.

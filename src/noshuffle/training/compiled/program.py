@@ -98,10 +98,12 @@ class Program(BatchBuffers):
         return Captured(do, captures=self.captures, pool=self._pool)
 
     def capture_digest(self) -> None:
-        """Ready the fingerprints of the batch, and find out whether the sum, which must be ready,
-        draws random numbers."""
+        """Ready the fingerprints of the batch."""
         self._do_digest()
         self._digest = self._captured(self._do_digest)
+
+    def find_draws(self) -> None:
+        """Find out whether the sum, which must be ready, draws random numbers."""
         if self.captures:
             generator = torch.cuda.default_generators[self.device.index or 0]
             before = generator.get_state()

@@ -37,7 +37,7 @@ from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.update import Update, update_for
 from noshuffle.training.generators import seeded
-from noshuffle.training.outcome import Outcome, mean_of_finite
+from noshuffle.training.outcome import Outcome, Unread, mean_of_finite
 from noshuffle.training.step import check_in_step, compare_rows, rows_kept
 from noshuffle.training.step_parts import Parts
 
@@ -71,7 +71,7 @@ class Compiled(Programs):
     ) -> None:
         super().__init__(parts, capacity=capacity, captures=captures)
         self.why = f"compiled at the first step, for batches of up to {capacity}"
-        self._fuse = fuse
+        self.fuse = fuse
         self._update: Update | None = None
         self._updates = 0
 
@@ -178,9 +178,10 @@ class Compiled(Programs):
 
         def finish(program: Program) -> None:
             program.capture_digest()
+            program.find_draws()
             program.end_with(self.update)
 
-        made = self.capture(loss_fn, batch, size, fuse=self._fuse, finish=finish)
+        made = self.capture(loss_fn, batch, size, fuse=self.fuse, finish=finish)
         if made is None:
             return None
         program, name = made
@@ -218,7 +219,7 @@ class Compiled(Programs):
 
 
 @dataclass(frozen=True)
-class Pending:
+class Pending(Unread):
     """What a step saw, still on its way from the device; good until the next step."""
 
     program: Program

@@ -101,7 +101,7 @@ class GroupPrivate(Private):
         return GroupStep(self._parts, index=self._index)
 
     @contextmanager
-    def _accumulate(self, sums: BlockSums | None = None) -> Iterator[Step]:
+    def _accumulate(self, *, is_captured: bool = False) -> Iterator[Step]:
         """Several parts of one batch, one release at the end; the same number on every rank."""
         step = self._new_step()
         with at_work(self._listener):

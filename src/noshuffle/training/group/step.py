@@ -40,7 +40,7 @@ from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.shards import Place
 from noshuffle.training.group.team import Team, all_agree
 from noshuffle.training.hooks import untraced
-from noshuffle.training.outcome import Outcome
+from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.step import Step, rows_kept
 from noshuffle.training.step_parts import Parts
 
@@ -278,7 +278,7 @@ class GroupStep(Step):
         return parts.sums.clipped_sum(loss_fn, part, rng=rng)
 
     @untraced
-    def release(self) -> Outcome:
+    def release(self) -> Outcome | Unread:
         """Reduce over the ranks, record, add noise, divide by the planned batch size, update."""
         if self._admission is None:  # a batch in parts: has every rank come to its end?
             self.parts.team.meet(f"the release of step {self.index}", self._check_added)
