@@ -45,6 +45,8 @@ from noshuffle.training.step_parts import Parts
 FACT = "part_rows"
 #: So many programs for parts of one kind: the usual rows, larger ones, few.
 MOST_SIZES = 3
+#: Rows of the smallest program: of one example alone nobody could tell whether examples mix.
+FEWEST = 2
 #: A part is padded to less than so many times its rows while there is a program left for it.
 PADDED = 3
 
@@ -177,9 +179,10 @@ class PartSums(Programs):
         """
         if self._is_sampled:
             rows = int(self.parts.planned_batch)
-            while size <= (half := -(-rows // 2)) < rows:
+            while max(size, FEWEST) <= (half := -(-rows // 2)) < rows:
                 rows = half
             return rows
+        size = max(size, FEWEST)
         fitting = min((rows for rows in self._rows if rows >= size), default=0)
         is_close = 0 < fitting < PADDED * size
         if is_close or len(self._rows) == MOST_SIZES:

@@ -155,7 +155,7 @@ class Compiled(Programs):
         self.parts.threshold.prepare(index)  # while the device is at work
 
     def close(self, ending: CapturedRelease, admission: Admission) -> bool:
-        """Record the step, then noise, division and update; the sum is under way, and `ending` ready.
+        """Record the step, then noise, division and update of a sum that is under way.
 
         Returns False where a repeated sum differs from the released one: it must be passed over.
         """
