@@ -128,9 +128,11 @@ class UnitTable:
         return len(self._index)
 
     def shared(self, ids: Ids) -> Record | None:
-        """The one record of these units, if they have always come together in this order."""
-        party = self._party(ids)
-        return None if party is None else party.record
+        """The one record of these units, if they have always come together in this order, alone or
+        with others behind them."""
+        party = self._led_by(ids)
+        is_part = party is not None and party.units.startswith(ids.tobytes())
+        return party.record if party is not None and is_part else None
 
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
@@ -230,9 +232,12 @@ class UnitTable:
 
     def _party(self, ids: Ids) -> _Party | None:
         """The party that these units are, in their order."""
-        number = self._firsts.get(int(ids[0]), 0) if len(ids) else 0
-        party = self._parties.get(number)
+        party = self._led_by(ids)
         return party if party is not None and party.units == ids.tobytes() else None
+
+    def _led_by(self, ids: Ids) -> _Party | None:
+        """The party whose first unit is the first of these."""
+        return self._parties.get(self._firsts.get(int(ids[0]), 0)) if len(ids) else None
 
     def _new_number(self, members: int) -> int:
         """The number of a party to come, 0 where there is no room for it."""

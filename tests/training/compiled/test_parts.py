@@ -321,7 +321,7 @@ def interrupted(*_, **__):
 
 PLACES = {
     "start": "noshuffle.training.compiled.graphs.Captured.__call__",
-    "adding": "noshuffle.training.compiled.parts.PartSums.add_up",
+    "marks": "noshuffle.training.compiled.program.Program.weigh",
     "row": "noshuffle.release.ledger_file.time.time",
     "update": "noshuffle.training.compiled.update.FusedSGD.before",
 }

@@ -152,15 +152,16 @@ class PartSums(Programs):
             program.stage_units(size, keep, ids)
             with rng() if program.is_random else nullcontext():
                 program.sum()
-            self.add_up(program.values)
             assert program.seen is not None
             losses, norms, bad = program.seen.clone()  # the next part may be of the same program
-        rows: Any = slice(size) if keep is None else torch.from_numpy(np.flatnonzero(keep))
-        units: Any = rows if program.users is None else program.units
-        return ClippedSum({}, self._bound, norms[units], losses[rows], bad[units], bad[units])
+        if keep is not None or program.users is not None or size < program.capacity:
+            rows: Any = slice(size) if keep is None else torch.from_numpy(np.flatnonzero(keep))
+            units: Any = rows if program.users is None else program.units
+            losses, norms, bad = losses[rows], norms[units], bad[units]
+        return ClippedSum({}, self._bound, norms, losses, bad, bad)
 
     def add_up(self, values: Mapping[str, Tensor]) -> None:
-        """Add the sum of a part."""
+        """Add the sum of a part that no program has taken."""
         torch._foreach_add_([*self.total.values()], [values[name] for name in self.total])
 
     def forget(self) -> None:
@@ -196,6 +197,7 @@ class PartSums(Programs):
     ) -> Program | None:
         def finish(program: Program) -> None:
             program.find_draws()
+            program.add_onto(self.total)
             program.forget()
 
         made = self.capture(loss_fn, batch, size, fuse=self.compiled.fuse, finish=finish)
