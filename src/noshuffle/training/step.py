@@ -10,9 +10,9 @@ A batch may come in several parts: `add` for each, then one `release`. Random la
 generators that are set anew for every step and part (`seeded`), so that an honest replay has the
 same masks. State: the sum in the making, gone after `release`; it never leaves this file.
 
-A GPU works behind the host: the fingerprint of a batch there is begun in `add` and waited for in
-`release`, and the sum of a batch without ids is begun meanwhile, thrown away if the ledger refuses.
-The order is strict for a replay, a batch in parts, and on_violation="drop" without ids.
+A GPU works behind the host: the fingerprint of a part there is begun in `add` and waited for when
+the next one comes or in `release`, and the sum of a part without ids is begun meanwhile, thrown
+away if it is refused. The order is strict for a replay, and on_violation="drop" without ids.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -46,6 +46,17 @@ from noshuffle.user_warnings import warn_user
 Rng = Callable[[], AbstractContextManager[None]]
 
 
+@dataclass
+class LatePrint:
+    """The fingerprint of a part on a device, begun with its sum and waited for later."""
+
+    batch: tuple[Any, ...]
+    rows: int
+    is_last: bool
+    #: How to wait for it, once it is begun.
+    found: Callable[[], bytes] | None = None
+
+
 class Step:
     """One release in the making.
 
@@ -69,7 +80,7 @@ class Step:
         self._sums: list[ClippedSum] = []
         self._dropped = self._nameless = 0
         self._admission: Admission | None = None
-        self._coming: Callable[[], bytes] | None = None
+        self._coming: LatePrint | None = None
 
     @untraced
     def add(
@@ -92,22 +103,26 @@ class Step:
         own = self._own_ids(ids, size)
         if self.hear is not None:
             self.hear(batch)
-        self._settle()  # the part before was not the last one, whatever it said
+        self._settle()
         parts, admission = self.parts, None
         if parts.pass_writes is not None and size:
             parts.pass_writes.judge(parts.model, loss_fn, batch)
             parts.pass_writes = None
         if parts.first_rows is not None:
             compare_rows(parts, batch if data is None else data)
-        is_whole = is_last and data is None and own is None and not self._ids
-        is_fresh = self.index >= parts.ledger.released
+        named = batch if data is None else data
         self._ids.append(own)
         self._nameless += own is None and size > 0
-        if is_whole and is_fresh and not parts.drop and fingerprint.is_elsewhere(batch):
-            self._coming = fingerprint.begin(batch, None, secret=parts.secret)
+        # A part that says it is the last is admitted as the whole batch, before it is computed
+        # unless it is all of it.
+        is_behind = own is None and (not is_last or len(self._ids) == 1) and not parts.drop
+        is_behind = is_behind and self.index >= parts.ledger.released
+        if is_behind and fingerprint.is_elsewhere(named):
+            self._coming = LatePrint(named, size, is_last)
+            if not is_last:
+                admission = self._admit(is_partial=True)
         else:
             if own is None:
-                named = batch if data is None else data
                 found = fingerprint.of_batch(named, None, secret=parts.secret)
                 self._name_part(found, rows=size)
             admission = self._admit(is_partial=not is_last)
@@ -147,8 +162,10 @@ class Step:
         *,
         rng: Rng,
     ) -> ClippedSum:
-        """The clipped sum of the rows of a part that count."""
-        parts, units = self.parts, None
+        """The clipped sum of the rows of a part that count; its fingerprint is begun before."""
+        parts, units, late = self.parts, None, self._coming
+        if late is not None and late.found is None:
+            late.found = fingerprint.begin(late.batch, None, secret=parts.secret)
         if keep is not None:
             batch = take(batch, torch.from_numpy(keep))
         if parts.groups_users:
@@ -264,11 +281,15 @@ class Step:
         self._prints.append(found)
 
     def _settle(self) -> None:
-        """Wait for a fingerprint that is on its way, and have leave for the batch with it."""
-        if self._coming is not None:
-            self._prints.append(self._coming())
+        """Wait for a fingerprint that is on its way, and have leave for the batch with it where
+        that was the last part (or called so)."""
+        if (coming := self._coming) is not None:
             self._coming = None
-            self._admission = self._admit(is_partial=False)
+            if coming.found is None:
+                return  # it failed, and is in no sum
+            self._name_part(coming.found(), rows=coming.rows)
+            if coming.is_last:
+                self._admission = self._admit(is_partial=False)
 
     def _admit(self, *, is_partial: bool) -> Admission:
         """Leave for everything that was added so far."""

@@ -738,7 +738,7 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
     (program,) = private.compiled._programs.values()
     patches = {
         "start": ("noshuffle.training.compiled.graphs.Captured.__call__", interrupted),
-        "prints": ("noshuffle.training.compiled.step.fingerprint.of_batch", interrupted),
+        "prints": ("noshuffle.training.compiled.program.fingerprint.of_batch", interrupted),
         "record": ("noshuffle.release.ledger_file.time.time", interrupted),
         "release": ("noshuffle.training.compiled.update.FusedSGD.before", interrupted),
     }

@@ -9,8 +9,8 @@ The order is that of `Step`: a part is admitted before it is computed, and the r
 batch is durable before its noise is used. A part is padded with rows of weight zero to the rows of
 a program, which follow from the first parts that came; the ledger names them (and the form of the
 sum, `choice`), so that a resumed run adds up the same bits. Sizes of secret draws are not written
-down: those of sampled plans are padded to the planned batch or to a half, a quarter, … of it. A
-part that no program takes is summed by the engine.
+down: those of sampled plans are padded to the largest batch of the compiled step, or to the planned
+one, or to a half, a quarter, … of that. A part that no program takes is summed by the engine.
 
 The total is not what is given out as the gradient, as code of the user runs between parts. State:
 the programs; the total of the step in the making, zero outside of one.
@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -30,6 +31,7 @@ from torch import Tensor
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput
+from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.unit_ids import Ids
@@ -38,7 +40,7 @@ from noshuffle.training.compiled.programs import Programs, flat
 from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.step import Compiled
 from noshuffle.training.outcome import Outcome, Unread
-from noshuffle.training.step import Rng, Step
+from noshuffle.training.step import LatePrint, Rng, Step
 from noshuffle.training.step_parts import Parts
 
 #: Facts of a ledger: the rows of the programs for parts, in the order in which they came.
@@ -129,11 +131,12 @@ class PartSums(Programs):
         *,
         size: int,
         rng: Rng,
+        late: LatePrint | None,
     ) -> ClippedSum | None:
         """Start the sum of one part and add it up, or None where it has to be an eager one.
 
         The result has the raw figures of its rows alone. Layers that draw random numbers do so
-        inside `rng`.
+        inside `rng`. The fingerprint of the part, where somebody will wait for it, is begun, too.
         """
         self.capacity = self._rows_for(size)
         if size > self.capacity:
@@ -148,6 +151,11 @@ class PartSums(Programs):
         self.parts.guard.check_names(program.values)
         with self.at_home():
             program.stage(leaves, size)
+            if late is not None and late.batch is batch:  # of all rows, as they came
+                program.digest()
+                late.found = partial(program.print_of, batch, leaves)
+            elif late is not None:
+                late.found = fingerprint.begin(late.batch, None, secret=self.parts.secret)
             program.weigh(size, keep)
             program.stage_units(size, keep, ids)
             with rng() if program.is_random else nullcontext():
@@ -180,6 +188,8 @@ class PartSums(Programs):
         """
         if self._is_sampled:
             rows = int(self.parts.planned_batch)
+            if size > rows:
+                return self.compiled.capacity
             while max(size, FEWEST) <= (half := -(-rows // 2)) < rows:
                 rows = half
             return rows
@@ -196,6 +206,7 @@ class PartSums(Programs):
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int
     ) -> Program | None:
         def finish(program: Program) -> None:
+            program.capture_digest()
             program.find_draws()
             program.add_onto(self.total)
             program.forget()
@@ -263,9 +274,11 @@ class StepInParts(Step):
         size: int,
         rng: Rng,
     ) -> ClippedSum:
-        sums = self._by_graph
+        sums, seen = self._by_graph, None
         sums.check(self)
-        seen = sums.add(loss_fn, batch, ids, keep, size=size, rng=rng) if size else None
+        if size:
+            own: dict[str, Any] = {"size": size, "rng": rng, "late": self._coming}
+            seen = sums.add(loss_fn, batch, ids, keep, **own)
         if seen is None:
             part = self._by_engine(loss_fn, batch, ids, keep, rng=rng)
             sums.add_up(part.values)

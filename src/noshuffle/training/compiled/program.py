@@ -10,7 +10,7 @@ buffers, and what the last step left in them until the next one.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.clipping.products import repeatable
+from noshuffle.release import fingerprint
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys, Printer
 from noshuffle.release.guard import Mask
@@ -178,10 +179,12 @@ class Program(BatchBuffers):
         self._digested.expect()
         self._digest()
 
-    def prints(self) -> list[bytes]:
-        """Digests of the tensors of the batch; waits for them."""
+    def print_of(self, batch: tuple[Any, ...], leaves: Sequence[Any]) -> bytes:
+        """The fingerprint of the batch that was staged; waits for what `digest` has started."""
         self._digested.wait()
-        return [row.tobytes() for row in self._told[0]]
+        digests, flat = [row.tobytes() for row in self._told[0]], (leaves, self.structure)
+        secret = self.parts.secret
+        return fingerprint.of_batch(batch, None, secret=secret, digests=digests, flat=flat)
 
     def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
         """Say whose the rows are, where users are clipped, and to what norm, where it moves."""

@@ -28,7 +28,6 @@ from torch import Tensor
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.plan import Plan
-from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.unit_ids import Ids
@@ -112,13 +111,7 @@ class Compiled(Programs):
                 assert program.ending is not None
                 self.make_ready(program.ending)
                 if admission is None:
-                    name = fingerprint.of_batch(
-                        batch,
-                        None,
-                        secret=parts.secret,
-                        digests=program.prints(),
-                        flat=(leaves, program.structure),
-                    )
+                    name = program.print_of(batch, leaves)
                     admission = release.admit(index, None, name, drop=parts.drop)
                     keep = rows_kept(admission, size)
                     if not is_early:
