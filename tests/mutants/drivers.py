@@ -12,11 +12,11 @@ DRIVERS = (
     Mutant(
         "noise for every part of an accumulated batch",
         "training/step.py",
-        "        self._sums.append(part)",
+        "        if self._sums:\n            for name",
         "        noise = self.parts.release.noise\n"
         "        for name, value in part.values.items():\n"
         "            value.add_(noise.scale * torch.randn_like(value))\n"
-        "        self._sums.append(part)",
+        "        if self._sums:\n            for name",
         PRIVATE,
         "P8",
     ),

@@ -61,7 +61,7 @@ class PartSums(Programs):
     The total belongs to one step at a time, and is zero when the next one begins.
     """
 
-    most = 4 * MOST_SIZES
+    most = 2 * MOST_SIZES
 
     def __init__(self, compiled: Compiled) -> None:
         parts = compiled.parts
@@ -77,15 +77,17 @@ class PartSums(Programs):
         self._is_sampled = parts.ledger.participation.is_sampled
         named = (parts.ledger.meta(f"{FACT}_{i}") for i in range(MOST_SIZES))
         self._rows = [int(rows) for rows in named if rows]
+        self._form = ""
         self._ending: CapturedRelease | None = None
         self._is_open = True  # whether the release may still be captured
         self._step: Step | None = None
 
     @property
     def why(self) -> str:
-        """Which parts are replays."""
+        """Which parts are replays, and of what."""
         ready = sorted({p.capacity for p in self._programs.values() if p is not None})
-        return f"parts of up to {' or '.join(map(str, ready))} rows are replays" if ready else ""
+        rows = " or ".join(map(str, ready))
+        return f"parts of up to {rows} rows are replays: sum by {self._form}" if ready else ""
 
     # -- one step at a time --------------------------------------------------------------------
 
@@ -212,7 +214,10 @@ class PartSums(Programs):
             program.forget()
 
         made = self.capture(loss_fn, batch, size, fuse=self.compiled.fuse, finish=finish)
-        return None if made is None else made[0]
+        if made is None:
+            return None
+        program, self._form = made
+        return program
 
     # -- the end of a step ---------------------------------------------------------------------
 
