@@ -20,15 +20,20 @@ import torch
 from torch import Tensor
 
 
+def on_its_way(source: Tensor) -> Tensor:
+    """The copy without an event: good after any wait for later work of the device."""
+    kind, is_cuda = source.dtype, source.is_cuda
+    values = torch.empty(source.shape, dtype=kind, device="cpu", pin_memory=is_cuda)
+    return values.copy_(source.detach(), non_blocking=is_cuda)
+
+
 class DeviceCopy:
     """The copy; `values` are good after `read`, or after any wait for later work of the device."""
 
     def __init__(self, source: Tensor) -> None:
-        kind, is_cuda = source.dtype, source.is_cuda
-        self.values = torch.empty(source.shape, dtype=kind, device="cpu", pin_memory=is_cuda)
-        self.values.copy_(source.detach(), non_blocking=is_cuda)
+        self.values = on_its_way(source)
         self._event: Any = None
-        if is_cuda:
+        if source.is_cuda:
             self._event = torch.cuda.current_stream(source.device).record_event()
 
     def read(self) -> Tensor:

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
+import weakref
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 import torch
@@ -9,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from noshuffle.errors import InvalidInput
-from noshuffle.release import fingerprint
+from noshuffle.release import digest, fingerprint
 from noshuffle.release.digest import BLOCK, LANES, Keys, Printer, of_tensors, plain, words
 
 KEYS = Keys(b"a secret", device="cpu")
@@ -113,3 +118,94 @@ def test_a_batch_padded_or_not_has_one_fingerprint():
 def test_tensors_that_may_move_are_refused():
     with pytest.raises(InvalidInput, match="contiguous"):
         Printer(KEYS, [[torch.zeros(3, 4).T]])
+
+
+class Kernel:
+    """The kernel in NumPy: it reads the tables of a launch, and memory where they point."""
+
+    def __init__(self):
+        self.launches = []
+
+    def __getitem__(self, grid):
+        def run(owners, table, first, second, out, *, WORD, BLOCK, num_warps):
+            assert owners.data_ptr() % 16 == table.data_ptr() % 16 == 0
+            assert len(owners) == grid[0]
+            self.launches.append(table)
+            for program, owner in enumerate(owners.tolist()):
+                address, count, begin, block, group = table.view(-1, 5)[owner].tolist()
+                place = (program - begin) * BLOCK
+                size = min(BLOCK, count - place) * WORD // 8
+                raw = ctypes.string_at(address + place * WORD // 8, size)
+                part = np.frombuffer(raw, f"<u{WORD // 8}").astype(np.int64)
+                sums = (first.numpy()[:, : len(part)] * part).sum(1)
+                upper = (sums >> 32) & 0xFFFFFFFF
+                out[group] += torch.from_numpy(upper @ second[block + program - begin].numpy())
+
+        return run
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """Digests by launches of the kernel, whatever the device is."""
+    own = Kernel()
+    monkeypatch.setattr(digest.kernel, "digest", own)
+    monkeypatch.setattr(digest, "_has_kernel", lambda keys: True)
+    monkeypatch.setattr(digest, "tl", SimpleNamespace(uint8=8, uint16=16, uint32=32))
+    monkeypatch.setattr(torch.cuda, "device", nullcontext)
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "stream")
+    monkeypatch.setattr(torch.Tensor, "pin_memory", lambda t: t)
+    digest._launches.cache_clear()
+    yield own
+    digest._launches.cache_clear()
+
+
+GROUP = [torch.randn(5000), torch.randn(3, 70).bfloat16(), torch.arange(9).to(torch.uint8)]
+
+
+def test_tables_say_where_every_block_lies(launched):
+    groups = [GROUP, [], [torch.zeros(0), GROUP[1], GROUP[1].double()]]
+    found = Printer(KEYS, groups).run_()
+    assert found.tolist() == [plain(KEYS, group).tolist() for group in groups]
+    assert len(launched.launches) == 3  # one for each width of words
+
+
+def test_tables_are_used_again_where_tensors_lie_as_before(launched):
+    values = [GROUP[0].clone(), GROUP[1].clone()]
+    for number in range(3):
+        values[0][7] = number
+        found = digest.begin_group(values, b"a secret")()
+        assert found == plain(KEYS, values).numpy()[:3].tobytes()
+    assert len({table.data_ptr() for table in launched.launches}) == 2
+
+
+def test_tables_are_others_for_another_size_type_place_order_stream_or_secret(
+    launched, monkeypatch
+):
+    """A table that is wrong for a sum would give it the digest of something else."""
+    both = torch.randn(2, 6000)
+    lists = (
+        [both[0]],
+        [both[0, :5000]],  # the same address
+        [both[0].view(torch.int16)],
+        [both[1]],
+        [both[0], both[1]],
+        [both[1], both[0]],
+        [both.T],  # a copy
+    )
+    for values in (*lists, *lists):
+        found = digest.begin_group(values, b"a secret")()
+        assert found == plain(KEYS, [v.contiguous() for v in values]).numpy()[:3].tobytes()
+    other = plain(Keys(b"another", device="cpu"), lists[0]).numpy()[:3].tobytes()
+    assert digest.begin_group(lists[0], b"another")() == other
+    made = digest._launches.cache_info().misses
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "another")
+    digest.begin_group(lists[0], b"a secret")
+    assert digest._launches.cache_info().misses == made + 1
+
+
+def test_tables_keep_no_tensor(launched):
+    value = torch.randn(100)
+    digest.begin_group([value], b"a secret")()
+    gone = weakref.ref(value)
+    del value
+    assert gone() is None

@@ -31,7 +31,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -102,6 +102,73 @@ def plain(keys: Keys, group: Sequence[Tensor]) -> Tensor:
     return total
 
 
+class Region(NamedTuple):
+    """A tensor as the kernel sees it: where its words lie, how many there are, bytes of each."""
+
+    address: int
+    words: int
+    width: int
+
+
+def _region(value: Tensor) -> Region:
+    size = value.element_size()
+    narrow = min(size, 4)
+    return Region(value.data_ptr(), value.numel() * size // narrow, narrow)
+
+
+class _Launches:
+    """The launches of the kernel for groups of regions: one for each width of words.
+
+    Which program works on which region, and the table of regions, lie on the device.
+    """
+
+    def __init__(self, keys: Keys, groups: Sequence[Sequence[Region]]) -> None:
+        self._keys, self._launches = keys, list[tuple[int, Tensor, Tensor]]()
+        tables: dict[int, list[list[int]]] = {1: [], 2: [], 4: []}
+        most = 1
+        for number, group in enumerate(groups):
+            block = 0
+            for address, count, size in group:
+                blocks = -(-count // BLOCK)
+                rows = tables[size]
+                begin = rows[-1][2] + -(-rows[-1][1] // BLOCK) if rows else 0
+                if blocks:
+                    rows.append([address, count, begin, block, number])
+                block += blocks
+            most = max(most, block)
+        self._second = keys.second(most)
+        for size, rows in tables.items():
+            if not rows:
+                continue
+            table = np.array(rows, dtype=np.int64)
+            owners = np.repeat(np.arange(len(table)), -(-table[:, 1] // BLOCK)).astype(np.int32)
+            # One copy for both, the owners where 16 bytes begin, which the kernel was compiled for;
+            # from pinned memory, or it would wait for all that the device has to do.
+            first = table.size + table.size % 2
+            both = np.zeros(first + -(-len(owners) // 2), dtype=np.int64)
+            both[: table.size] = table.ravel()
+            both[first:].view(np.int32)[: len(owners)] = owners
+            there = torch.from_numpy(both).pin_memory().to(keys.device, non_blocking=True)
+            whose = there[first:].view(torch.int32)[: len(owners)]
+            self._launches.append((size, whose, there[: table.size]))
+
+    def add_(self, out: Tensor) -> None:
+        """Add the digests of what lies there now to `out`, [groups, 4]."""
+        for size, owners, table in self._launches:
+            launch: Any = kernel.digest
+            with torch.cuda.device(self._keys.device):
+                launch[(owners.shape[0],)](
+                    owners,
+                    table,
+                    self._keys.first,
+                    self._second,
+                    out,
+                    WORD=getattr(tl, f"uint{8 * size}"),
+                    BLOCK=BLOCK,
+                    num_warps=4,
+                )
+
+
 class Printer:
     """Digests of groups of tensors that stay at their addresses.
 
@@ -111,73 +178,43 @@ class Printer:
     """
 
     def __init__(self, keys: Keys, groups: Sequence[Sequence[Tensor]]) -> None:
-        for value in (value for group in groups for value in group):
-            if not value.is_contiguous() or value.device.type != keys.device.type:
-                raise InvalidInput(
-                    f"a printer needs contiguous tensors on {keys.device}, got one on "
-                    f"{value.device} with strides {value.stride()}"
-                )
+        _check(keys, groups)
         self._keys, self._groups = keys, [list(group) for group in groups]
-        self.out = torch.zeros((len(groups), LANES), dtype=torch.int64, device=keys.device)
-        self._launches: list[tuple[int, Tensor, Tensor]] = []
-        self._second = keys.second(1)
-        if keys.device.type == "cuda" and kernel.HAS_TRITON:
-            self._plan()
-
-    def _plan(self) -> None:
-        """Per word size: which program works on which region, and the table of regions."""
-        tables: dict[int, list[list[int]]] = {1: [], 2: [], 4: []}
-        most = 1
-        for number, group in enumerate(self._groups):
-            block = 0
-            for value in group:
-                size = width(value)
-                count = value.numel() * value.element_size() // size
-                blocks = -(-count // BLOCK)
-                rows = tables[size]
-                begin = rows[-1][2] + -(-rows[-1][1] // BLOCK) if rows else 0
-                if blocks:
-                    rows.append([value.data_ptr(), count, begin, block, number])
-                block += blocks
-            most = max(most, block)
-        self._second = self._keys.second(most)
-        for size, rows in tables.items():
-            if not rows:
-                continue
-            table = np.array(rows, dtype=np.int64)
-            owners = np.repeat(np.arange(len(table)), -(-table[:, 1] // BLOCK)).astype(np.int32)
-            # From pinned memory, or each copy would wait for all that the device has to do.
-            whose, where = (
-                torch.from_numpy(own).pin_memory().to(self._keys.device, non_blocking=True)
-                for own in (owners, table)
-            )
-            self._launches.append((size, whose, where))
+        self.out = _zeros(keys, len(groups))
+        self._launches: _Launches | None = None
+        if _has_kernel(keys):
+            self._launches = _Launches(keys, [[_region(v) for v in group] for group in groups])
 
     def run_(self, *, onto: bool = False) -> Tensor:
         """[groups, 4] int64: the digests of what the tensors hold now.
 
         `onto` adds to what is there, which must be zero.
         """
-        if not self._launches:
+        if self._launches is None:
             for row, group in zip(self.out, self._groups):
                 row.copy_(plain(self._keys, group))
             return self.out
         if not onto:
             self.out.zero_()
-        for size, owners, table in self._launches:
-            launch: Any = kernel.digest
-            with torch.cuda.device(self._keys.device):
-                launch[(len(owners),)](
-                    owners,
-                    table,
-                    self._keys.first,
-                    self._second,
-                    self.out,
-                    WORD=getattr(tl, f"uint{8 * size}"),
-                    BLOCK=BLOCK,
-                    num_warps=4,
-                )
+        self._launches.add_(self.out)
         return self.out
+
+
+def _has_kernel(keys: Keys) -> bool:
+    return keys.device.type == "cuda" and kernel.HAS_TRITON
+
+
+def _zeros(keys: Keys, groups: int) -> Tensor:
+    return torch.zeros((groups, LANES), dtype=torch.int64, device=keys.device)
+
+
+def _check(keys: Keys, groups: Sequence[Sequence[Tensor]]) -> None:
+    for value in (value for group in groups for value in group):
+        if not value.is_contiguous() or value.device.type != keys.device.type:
+            raise InvalidInput(
+                f"a printer needs contiguous tensors on {keys.device}, got one on "
+                f"{value.device} with strides {value.stride()}"
+            )
 
 
 class DigestRing:
@@ -261,6 +298,23 @@ def begin_group(values: Sequence[Tensor], secret: bytes) -> Callable[[], bytes]:
     return lambda: bytes(found.read().numpy()[0, :3].tobytes())
 
 
+@lru_cache(maxsize=16)
+def _launches(keys: Keys, stream: Any, groups: tuple[tuple[Region, ...], ...]) -> _Launches:
+    """Launches are used again where tensors lie as in an earlier step, on the stream on which
+    their tables were copied: there they are whole, and not given away before they are read."""
+    return _Launches(keys, groups)
+
+
 def _started(groups: Sequence[Sequence[Tensor]], secret: bytes) -> DeviceCopy:
-    held = [[value.detach().contiguous() for value in group] for group in groups]
-    return DeviceCopy(Printer(_keys(secret, held[0][0].device), held).run_())
+    held = [[_as_it_lies(value) for value in group] for group in groups]
+    keys = _keys(secret, held[0][0].device)
+    if not _has_kernel(keys):
+        return DeviceCopy(Printer(keys, held).run_())
+    _check(keys, held)
+    out, stream = _zeros(keys, len(held)), torch.cuda.current_stream(keys.device)
+    _launches(keys, stream, tuple(tuple(map(_region, group)) for group in held)).add_(out)
+    return DeviceCopy(out)
+
+
+def _as_it_lies(value: Tensor) -> Tensor:
+    return value if value.is_contiguous() else value.detach().contiguous()
