@@ -53,6 +53,24 @@ def test_factors_equal_their_twin(clip: Clip, size: int, monkeypatch: pytest.Mon
     assert torch.equal(own[2], twin[2])
 
 
+@pytest.mark.parametrize("is_plain", [True, False])
+@pytest.mark.parametrize("clip", CLIPS)
+def test_no_mark_of_who_is_present_says_that_all_are(
+    clip: Clip, is_plain: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    squares = squares_of(250)
+    ok = torch.rand(250, generator=torch.Generator().manual_seed(1)) < 0.8
+    monkeypatch.setattr(module, "_are_plain", lambda t: is_plain)
+    told = clip_factors(squares, ok, torch.ones_like(ok), clip=clip)
+    own = clip_factors(squares, ok, None, clip=clip)
+    for (_, mine), (_, other) in zip(own[0], told[0]):
+        assert torch.equal(mine, other)
+    assert own[1].numpy().tobytes() == told[1].numpy().tobytes()
+    assert torch.equal(own[2], told[2])
+    assert bool(own[2][1])
+    assert bool(own[2][2])
+
+
 def test_half_precision_and_no_unit_at_all() -> None:
     ok = torch.ones(2, dtype=torch.bool)
     half = {"a.bias": torch.tensor([4.0, 0.25], dtype=torch.bfloat16)}

@@ -220,41 +220,47 @@ class ClippedSum:
 def clip_factors(
     squares: Mapping[str, Tensor],
     losses_ok: Tensor,
-    present: Tensor,
+    present: Tensor | None,
     *,
     clip: Clip,
     slack: float = SLACK,
 ) -> tuple[list[tuple[tuple[str, ...], Tensor]], Tensor, Tensor]:
     """Factor per unit for every group of parameters, the total norms, and who is non-finite.
 
-    `squares` maps each parameter to its squared norm per unit. On a CPU NumPy does it: a few
-    hundred numbers take it a fraction of torch's time. Guarantees: those of `clip_factor` for every
-    group; a unit with a NaN or infinity anywhere (also a norm whose square overflows) or without
-    `present` has factor 0 in every group, and the caller must then replace its gradient by zeros,
-    since 0·∞ is not 0.
+    `squares` maps each parameter to its squared norm per unit; `present` may be None where every
+    unit is. On a CPU NumPy does it: a few hundred numbers take it a fraction of torch's time; a GPU
+    is handed few operations, each of which takes a host longer than the device. Guarantees: those
+    of `clip_factor` for every group; a unit with a NaN or infinity anywhere (also a norm whose
+    square overflows) or without `present` has factor 0 in every group, and the caller must then
+    replace its gradient by zeros, since 0·∞ is not 0.
     """
     lib: Any = torch
     own: Mapping[str, Any] = squares
     ok: Any = losses_ok
     there: Any = present
     add: Callable[..., Any] = _added
-    as_tensor: Callable[[Any], Tensor] = Tensor.detach
-    if _are_plain((*squares.values(), losses_ok, present)):
+    as_tensor: Callable[[Any], Tensor] = _without_graph
+    if _are_plain((*squares.values(), losses_ok)) and (present is None or _are_plain((present,))):
         own = {name: square.detach().numpy() for name, square in squares.items()}
-        lib, add, ok, there = np, _added_on_host, losses_ok.numpy(), present.numpy()
+        lib, add, ok = np, _added_on_host, losses_ok.numpy()
+        there = None if present is None else present.numpy()
         as_tensor = torch.from_numpy
     with np.errstate(all="ignore"):  # a unit may be NaN or infinite: it is bad, not an error
         norms = lib.sqrt(add(list(own.values()), ok))
-        bad = there & ~(lib.isfinite(norms) & ok)
-        keep = there & ~bad
+        good = (norms < math.inf) & ok  # false for NaN
+        keep, bad = (good, ~good) if there is None else (there & good, there & ~good)
         factors = []
         for names, c in clip.groups(tuple(own)):
             is_all = len(names) == len(own)
             norm = norms if is_all else lib.sqrt(add([own[n] for n in names], ok))
             factor = clip_factor(norm, c, slack=slack, keep=keep)
             factors.append((names, as_tensor(factor)))
-        shown = lib.where(there, norms, 0.0)
+        shown = norms if there is None else lib.where(there, norms, 0.0)
     return factors, as_tensor(shown), as_tensor(bad)
+
+
+def _without_graph(t: Tensor) -> Tensor:
+    return t.detach() if t.requires_grad else t
 
 
 def _are_plain(tensors: Sequence[Tensor]) -> bool:
@@ -270,9 +276,12 @@ def _are_plain(tensors: Sequence[Tensor]) -> bool:
 
 def _added(squares: Sequence[Tensor], like: Tensor) -> Tensor:
     """Sum of many short tensors in double precision; few operations, since a GPU waits for each."""
-    total = torch.zeros(like.shape, dtype=torch.float64, device=like.device)
+    total: Tensor | None = None
     for dtype in dict.fromkeys(s.dtype for s in squares):
-        total += torch.stack([s for s in squares if s.dtype == dtype]).sum(0, dtype=torch.float64)
+        own = torch.stack([s for s in squares if s.dtype == dtype]).sum(0, dtype=torch.float64)
+        total = own if total is None else total.add_(own)
+    if total is None:
+        return torch.zeros(like.shape, dtype=torch.float64, device=like.device)
     return total
 
 

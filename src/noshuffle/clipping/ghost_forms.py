@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.conv_input import inputs_by_convolution
-from noshuffle.clipping.forms import DenseGradient, GradientForm
+from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.kept_inputs import cast_early, ordered_early
 from noshuffle.clipping.layers import (
     CallAxes,
@@ -125,7 +125,8 @@ class _Recorder:
             if parameter is not None:
                 kept.append((parameter, form))
                 if is_alone and parameter.requires_grad and not isinstance(form, DenseGradient):
-                    _ = form.square
+                    if type(form) is not OuterGradient or not form.has_one_step:
+                        _ = form.square  # those are taken together (`take_squares_of_rows`)
                     of = [t for t in vars(form).values() if isinstance(t, Tensor)]
                     self.read += [(name, t, stamp(t)) for t in of]
         return kept

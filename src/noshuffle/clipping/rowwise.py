@@ -208,8 +208,9 @@ class Bundle(NamedTuple):
     def totals(self, factors: Tensor, bad: Tensor | None) -> dict[str, Tensor]:
         """The weighted sums, views of one tensor; `bad` examples are replaced by zeros first."""
         form: GradientForm = self.form if bad is None else self.form.kept(~bad)
-        parts = torch.split(form.total(factors), [shape.numel() for shape in self.shapes])
-        return {n: p.view(s) for n, p, s in zip(self.names, parts, self.shapes)}
+        parts = form.total(factors).split_with_sizes([shape.numel() for shape in self.shapes])
+        each = zip(self.names, parts, self.shapes)
+        return {n: p if len(s) == 1 else p.view(s) for n, p, s in each}
 
 
 def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundle | None:
@@ -219,11 +220,13 @@ def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundl
         own = forms.get(name, [])
         if len(own) == 1 and isinstance(own[0], DenseGradient):
             grads = own[0].grads
-            if grads.dtype == torch.float32 and grads[0].numel() <= LARGEST:
+            if grads.dtype == torch.float32 and grads.shape[1:].numel() <= LARGEST:
                 found[name] = grads
     if len(found) < 2:
         return None
     for name in found:
         del forms[name]
-    joined = torch.cat([grads.reshape(len(grads), -1) for grads in found.values()], 1)
+    joined = torch.cat(
+        [g if g.dim() == 2 else g.reshape(g.shape[0], -1) for g in found.values()], 1
+    )
     return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), DenseGradient(joined))

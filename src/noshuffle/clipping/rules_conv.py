@@ -102,7 +102,7 @@ class Convolution(GradientForm):
         axes, many = len(layer.kernel_size), layer.groups
         w = windows(self.full, layer.kernel_size, layer.stride, layer.dilation)
         w = w.reshape(n, many, c // many, *w.shape[2:])
-        length = self.g[0, 0].numel() if n else 0
+        length = self.g.shape[2:].numel() if n else 0
         places, kernel = range(3, 3 + axes), range(3 + axes, 3 + 2 * axes)
         # a [N, groups, positions, (c, kernel)], copied in the order with the longer runs
         if layer.kernel_size[-1] >= 8:
@@ -304,7 +304,7 @@ def _by_patches(layer: Any, x: Tensor, g: Tensor, size: int) -> dict[str, Gradie
     axes = len(layer.kernel_size)
     w = windows(x.to(g.dtype), layer.kernel_size, layer.stride, layer.dilation)
     a = w.permute(0, *range(2, 2 + axes), 1, *range(2 + axes, 2 + 2 * axes))
-    a = a.reshape(len(x), g[0, 0].numel() if len(g) else 0, -1)
+    a = a.reshape(len(x), g.shape[2:].numel() if len(g) else 0, -1)
     g = g.flatten(2).transpose(1, 2)
     g = g.contiguous() if g.is_cuda else g  # kernels read rows as they lie
     weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)

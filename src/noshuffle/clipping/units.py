@@ -12,6 +12,7 @@ An engine hands over per-example gradients as forms; `finish` adds up the exampl
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
@@ -30,11 +31,12 @@ from noshuffle.clipping.forms import (
     Units,
     merge,
     squares,
+    take_squares_of_rows,
 )
 from noshuffle.clipping.products import HALF
 from noshuffle.clipping.rowwise import Bundle, Rowwise, bundled
 from noshuffle.clipping.rules import StepSums
-from noshuffle.device_copy import DeviceCopy
+from noshuffle.device_copy import DeviceCopy, on_its_way
 from noshuffle.errors import InvalidInput
 
 
@@ -150,7 +152,7 @@ def finish(
     squared = gradients.squared_norms()
     factors, norms, bad = clip_factors(squared, ok, present, clip=clip, slack=slack(*like.values()))
     is_behind = device.type == "cuda" and len(ok) > 0 and not is_capturing(device)
-    shown = DeviceCopy(losses).values if is_behind else None  # the device is asked soon anyway
+    shown = on_its_way(losses) if is_behind else None  # the device is asked soon anyway
     has_bad, answer = _ask(bad, part, device=device)
     if has_bad:
         gradients.leave_out(bad)
@@ -160,6 +162,7 @@ def finish(
     if answer is not None and bool(answer.read()):
         raise BadUnitFound
     values = {name: values[name] for name in names} if len(factors) > 1 else values
+    present = torch.ones_like(ok) if present is None else present
     return ClippedSum(values, clip.bound(names), norms, losses, bad, present, shown)
 
 
@@ -172,18 +175,19 @@ def joined(done: Sequence[ClippedSum]) -> ClippedSum:
     return replace(done[0], **lists, shown=torch.cat(shown) if len(shown) == len(done) else None)
 
 
-def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor]:
-    """Per unit, whether all losses of its present examples are finite, and whether it has any."""
+def _finite_and_present(losses: Tensor, who: Members) -> tuple[Tensor, Tensor | None]:
+    """Per unit, whether all losses of its present examples are finite, and whether it has any
+    (None: every one has)."""
     if losses.device.type == "cpu" and losses.dtype in (torch.float32, torch.float64):
         # NumPy takes one pass over a few hundred numbers, torch four.
         ok = torch.from_numpy(np.isfinite(losses.numpy()))
     else:
-        ok = torch.isfinite(losses)
-    present = torch.ones_like(ok) if who.keep is None else who.keep
+        ok = losses.abs() < math.inf  # false for NaN; `isfinite` is twice as many operations
     if who.units is None or who.examples is None:
-        return ok, present
+        return ok, who.keep
     broken = torch.zeros(who.units.count, dtype=torch.long, device=losses.device)
-    broken.index_add_(0, who.units.of, (~ok & present).long())
+    missed = ~ok if who.keep is None else ~ok & who.keep
+    broken.index_add_(0, who.units.of, missed.long())
     return broken == 0, who.examples > 0
 
 
@@ -236,15 +240,19 @@ class _Gradients:
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Squared norm per unit, by parameter; that of a bundle stands at its first name."""
-        found = {}
+        if self._on_gpu:
+            take_squares_of_rows(self._forms.values())
+        found, zeros = {}, None
         for name in self._like:
             own = self._forms.get(name)
             if not own:
-                found[name] = torch.zeros(self._count, device=self._device)
+                if zeros is None:
+                    zeros = torch.zeros(self._count, device=self._device)
+                found[name] = zeros
             elif len(own) > 1:
                 found[name] = squares(own)
             else:
-                square = own[0].__dict__.get("square")  # taken before (`Rowwise`)
+                square = own[0].__dict__.get("square")  # taken before, with others
                 found[name] = own[0].squares() if square is None else square
         for bundle in self._bundles.values():
             found[bundle.names[0]] = bundle.form.squares()
