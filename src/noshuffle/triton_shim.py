@@ -1,10 +1,16 @@
 """Triton where it is, and a stand-in where it is not, so that kernel files can always be read.
 
-    jit        triton.jit, or a decorator that leaves a function as it is
+    jit        triton.jit, launched by `KnownLaunches`; or a decorator that changes nothing
     constant   tl.constexpr, or the plain number
     tl         triton.language, or None: kernel texts name it, and only launched ones use it
 
-State: none. Nothing of a kernel runs without Triton; whoever launches one asks HAS_TRITON first.
+Triton looks at every argument of every launch to find what it compiled for such arguments, which
+takes the host longer than most of these kernels run. `KnownLaunches` remembers that for launches it
+has seen: the same numbers, types and options, and tensors of the same types that begin as far
+behind a border of 128 bytes (Triton asks about 16). All else goes Triton's own way.
+
+State: what each kernel was compiled to. Nothing of a kernel runs without Triton; whoever launches
+one asks HAS_TRITON first.
 
 >>> callable(jit), constant(3) == 3
 (True, True)
@@ -12,17 +18,93 @@ State: none. Nothing of a kernel runs without Triton; whoever launches one asks 
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable
 from typing import Any
+
+import torch
 
 jit: Callable[[Any], Any]
 constant: Callable[[Any], Any]
 tl: Any
+
+#: Versions that launch what they compiled with all arguments in order, constants included.
+_FIRST, _NEXT = (3, 3), (4, 0)
+#: Different launches of a kernel that are remembered; one that changes with every call is none.
+MOST = 64
+_ALIGNED = 127
+
+
+class KnownLaunches:
+    """Launches of one kernel, in the place of its `run`.
+
+    Guarantees: a launch is by the kernel that Triton itself has chosen for arguments which agree in
+    all that it chooses by, on the same device; where that cannot be told, or a version of Triton
+    does not take such a launch, it is Triton's own.
+    """
+
+    def __init__(self, kernel: Any, function: Callable[..., Any]) -> None:
+        self._kernel, self._plain = kernel, kernel.run
+        self._names = tuple(inspect.signature(function).parameters)
+        self._known: dict[Any, Any] = {}
+        self._is_on = True
+
+    def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if not self._is_on or warmup or type(grid) is not tuple or self._kernel.pre_run_hooks:
+            return self._plain(*args, grid=grid, warmup=warmup, **options)
+        given: list[Any] = [torch.cuda.current_device(), len(args)]
+        for value in args:
+            if type(value) is torch.Tensor:
+                given += (value.dtype, value.data_ptr() & _ALIGNED)
+            else:
+                given += (type(value), value)  # 1 is True, and 1.0, but not for a compiler
+        for name, value in options.items():
+            given += (name, type(value), value)
+        key = tuple(given)
+        try:
+            compiled = self._known.get(key)
+        except TypeError:  # no key can be made of one of them
+            return self._plain(*args, grid=grid, warmup=warmup, **options)
+        if compiled is not None:
+            try:
+                more = map(options.__getitem__, self._names[len(args) :])
+                compiled[(*grid, 1, 1)[:3]](*args, *more)
+                return compiled
+            except (TypeError, KeyError):  # refused before anything is launched
+                self._is_on = False
+        found = self._plain(*args, grid=grid, warmup=warmup, **options)
+        if len(self._known) < MOST and hasattr(type(found), "__getitem__"):
+            self._known[key] = found
+        return found
+
+
+def _is_known(version: str) -> bool:
+    """Whether this version is one of those.
+
+    >>> [_is_known(v) for v in ("3.2.0", "3.3.1", "3.10.0+git1", "4.0.0", "main")]
+    [False, True, True, False, False]
+    """
+    try:
+        major, minor = version.split(".")[:2]
+        return _FIRST <= (int(major), int(minor)) < _NEXT
+    except ValueError:
+        return False
+
+
 try:
     import triton
     import triton.language
 
-    jit, constant, tl, HAS_TRITON = triton.jit, triton.language.constexpr, triton.language, True
+    constant, tl, HAS_TRITON = triton.language.constexpr, triton.language, True
+
+    def jit(function: Any) -> Any:
+        """`triton.jit`; an interpreted kernel, and one for other devices, stays as it is."""
+        kernel: Any = triton.jit(function)
+        is_compiled = type(kernel) is triton.runtime.JITFunction and torch.version.cuda is not None
+        if is_compiled and _is_known(triton.__version__):
+            kernel.run = KnownLaunches(kernel, function)
+        return kernel
+
 except ImportError:
     tl, HAS_TRITON = None, False
 

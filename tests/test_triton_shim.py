@@ -1,0 +1,155 @@
+"""Launches of kernels that were seen before: the same compiled kernel, or Triton's own way.
+
+Stand-ins for Triton's kernels: what they are given is compared, whichever way it came.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from noshuffle import triton_shim
+from noshuffle.triton_shim import KnownLaunches
+
+
+def kernel(x: Any, out: Any, count: Any, WIDTH: Any, IS_TOTAL: Any) -> None:
+    """The signature of a kernel."""
+
+
+class Compiled:
+    """What a kernel is compiled to: launched with all arguments in order."""
+
+    def __init__(self, log: list[Any], *, refuses: bool = False) -> None:
+        self.log, self.refuses = log, refuses
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*args: Any) -> None:
+            if self.refuses:
+                raise TypeError("function takes exactly 3 arguments")
+            self.log.append(("known", grid, args))
+
+        return launch
+
+
+class Jitted:
+    """A kernel as Triton gives it."""
+
+    def __init__(self, *, refuses: bool = False) -> None:
+        self.log: list[Any] = []
+        self.pre_run_hooks: list[Any] = []
+        self.refuses = refuses
+        self.known = KnownLaunches(self, kernel)
+
+    def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        self.log.append(("plain", grid, args, options))
+        return Compiled(self.log, refuses=self.refuses)
+
+    def __getitem__(self, grid: Any) -> Any:
+        return lambda *args, **kwargs: self.known(*args, grid=grid, warmup=False, **kwargs)
+
+    def ways(self) -> list[str]:
+        return [entry[0] for entry in self.log]
+
+
+@pytest.fixture(autouse=True)
+def device(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    current = [0]
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: current[0])
+    return current
+
+
+def aligned(dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """Eight numbers that begin where memory of a GPU does."""
+    spare = torch.zeros(512, dtype=torch.uint8)
+    first = -spare.data_ptr() % 128
+    return spare[first : first + 8 * dtype.itemsize].view(dtype)
+
+
+X, OUT = aligned(), aligned(torch.float64)
+OPTIONS = {"WIDTH": 16, "IS_TOTAL": False, "num_warps": 4}
+
+
+def test_the_second_launch_has_all_arguments_in_order() -> None:
+    own = Jitted()
+    first = own[(3, 2)](X, OUT, 5, **OPTIONS)
+    other = aligned()  # numbers and places are not what a kernel is compiled for
+    again = own[(4,)](other, OUT, 5, **OPTIONS)
+    assert own.log[0] == ("plain", (3, 2), (X, OUT, 5), OPTIONS)
+    assert again is first
+    assert own.log[1][:2] == ("known", (4, 1, 1))
+    assert own.log[1][2][0] is other
+    assert own.log[1][2][1] is OUT
+    assert own.log[1][2][2:] == (5, 16, False)
+
+
+def test_options_come_in_any_order() -> None:
+    own = Jitted()
+    for _ in range(2):
+        own[(1,)](X, OUT, num_warps=4, IS_TOTAL=True, WIDTH=16, count=7)
+    assert own.log[1][2][2:] == (7, 16, True)
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"x": aligned(torch.int32)},
+        {"x": X[1:]},  # begins elsewhere behind a border of 16 bytes
+        {"x": torch.nn.Parameter(X)},
+        {"x": 3},
+        {"count": 6},
+        {"count": True},
+        {"count": 1.0},
+        {"WIDTH": 32},
+        {"IS_TOTAL": 0},
+        {"num_warps": 8},
+        {"num_stages": 1},
+    ],
+)
+def test_what_a_kernel_may_be_compiled_for_goes_triton_s_own_way(changed: dict[str, Any]) -> None:
+    own = Jitted()
+    usual = {"x": X, "out": OUT, "count": 1, **OPTIONS}
+    for given in (usual, {**usual, **changed}):
+        own[(1,)](given.pop("x"), given.pop("out"), given.pop("count"), **given)
+    assert own.ways() == ["plain", "plain"]
+
+
+def test_so_does_another_device(device: list[int]) -> None:
+    own = Jitted()
+    for device[0] in (0, 1, 0, 1):
+        own[(1,)](X, OUT, 5, **OPTIONS)
+    assert own.ways() == ["plain", "plain", "known", "known"]
+
+
+def test_so_do_grids_that_are_functions_hooks_warmups_and_what_is_no_key() -> None:
+    own = Jitted()
+    for _ in range(2):
+        own[lambda meta: (1,)](X, OUT, 5, **OPTIONS)
+        own[(1,)](X, OUT, 5, **OPTIONS, extra={})
+        own.known(X, OUT, 5, grid=(1,), warmup=True, **OPTIONS)
+    own[(1,)](X, OUT, 5, **OPTIONS)
+    own.pre_run_hooks.append(print)
+    own[(1,)](X, OUT, 5, **OPTIONS)
+    assert set(own.ways()) == {"plain"}
+
+
+def test_a_version_that_refuses_such_a_launch_is_asked_once() -> None:
+    own = Jitted(refuses=True)
+    for _ in range(3):
+        own[(1,)](X, OUT, 5, **OPTIONS)
+    assert own.ways() == ["plain"] * 3
+
+
+def test_an_argument_with_a_default_is_left_to_triton() -> None:
+    own = Jitted()
+    for _ in range(2):
+        own[(1,)](X, OUT, 5, WIDTH=16)
+    assert own.ways() == ["plain", "plain"]
+
+
+def test_a_kernel_with_ever_other_arguments_takes_no_more_memory() -> None:
+    own = Jitted()
+    for count in range(3 * triton_shim.MOST):
+        own[(1,)](X, OUT, count, **OPTIONS)
+    assert len(own.known._known) == triton_shim.MOST
