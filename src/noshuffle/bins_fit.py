@@ -27,8 +27,7 @@ from collections.abc import Callable
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.accounting import gaussian
-from noshuffle.accounting.bins import ratio_of
+from noshuffle import accounting
 from noshuffle.participation import BallsInBins
 from noshuffle.strategies import Strategy, banded
 from noshuffle.strategies.base import reciprocal
@@ -129,7 +128,7 @@ def _price(knots: dict[float, float], epsilon: float, delta: float) -> _Price:
 
 
 def _log_known(epsilon: float, delta: float) -> float:
-    return -math.log(gaussian.mu(epsilon=epsilon, delta=delta))
+    return -math.log(accounting.gaussian.mu(epsilon=epsilon, delta=delta))
 
 
 def _log_noise(count: int, share: float, epsilon: float, delta: float) -> float:
@@ -138,7 +137,9 @@ def _log_noise(count: int, share: float, epsilon: float, delta: float) -> float:
 
     def excess(log_noise: float) -> float:
         square = math.exp(-2 * log_noise)
-        ratio = ratio_of(count, share * square, (1 - share) * square, tail=1e-4 * delta)
+        ratio = accounting.bins.ratio_of(
+            count, share * square, (1 - share) * square, tail=1e-4 * delta
+        )
         return math.inf if ratio is None else math.log(max(ratio.delta(epsilon), 1e-300) / delta)
 
     high, above = known, excess(known)

@@ -33,7 +33,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
-from noshuffle.accounting import calibrate
+from noshuffle import accounting
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 from noshuffle.participation import (
     BallsInBins,
@@ -188,7 +188,7 @@ def _calibrated(
             f"the first {kept} steps have ε = {up(spent)} already, so all of them cannot have "
             f"{down(epsilon)}; give a larger epsilon"
         )
-    factor = calibrate.smallest(
+    factor = accounting.calibrate.smallest(
         lambda f: with_factor(f).epsilon(), target=epsilon, tolerance=tolerance, most=1e6
     )
     return with_factor(factor)

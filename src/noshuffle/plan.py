@@ -24,11 +24,16 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from noshuffle import plan_accountant, plan_positions, plan_prefix, plan_record, strategies
-from noshuffle.accounting import bins, monte_carlo, tradeoff
-from noshuffle.accounting.fresh_positions import FreshPositions
+from noshuffle import (
+    accounting,
+    plan_accountant,
+    plan_positions,
+    plan_prefix,
+    plan_record,
+    strategies,
+)
 from noshuffle.errors import instance_of, non_negative, one_of, open_unit
 from noshuffle.extension import extended
 from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Participation
@@ -41,6 +46,11 @@ from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
 from noshuffle.strategies.workload import Workload
+
+if TYPE_CHECKING:
+    from noshuffle.accounting.bins import Overlaps
+    from noshuffle.accounting.fresh_positions import FreshPositions
+    from noshuffle.accounting.monte_carlo import Interval
 
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 UNITS = ("example", "user")
@@ -185,14 +195,14 @@ class Plan:
         """
         return plan_prefix.sensitivity_after(self, steps, participation)
 
-    def positions(self, steps: int) -> bins.Overlaps | FreshPositions:
+    def positions(self, steps: int) -> Overlaps | FreshPositions:
         """How far secret positions overlap in the first `steps` steps, for the accountant bins.
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
         return plan_positions.positions(self, steps)
 
-    def monte_carlo(self, *, samples: int = 10**6, seed: int | None = None) -> monte_carlo.Interval:
+    def monte_carlo(self, *, samples: int = 10**6, seed: int | None = None) -> Interval:
         """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
 
         Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
@@ -233,11 +243,11 @@ class Plan:
         """
         steps, mu = self.steps if steps is None else steps, self.mu(steps)
         if mu is not None:
-            return tradeoff.gaussian_tradeoff(alphas, mu=mu)
+            return accounting.tradeoff.gaussian_tradeoff(alphas, mu=mu)
         if not self.noise_multiplier:
-            return tradeoff.gaussian_tradeoff(alphas, mu=math.inf)
+            return accounting.tradeoff.gaussian_tradeoff(alphas, mu=math.inf)
         curve, top = plan_accountant.curve_of(self, steps), self.epsilon_after(steps)
-        return tradeoff.from_function(alphas, curve, top=max(2 * top, 0.1))
+        return accounting.tradeoff.from_function(alphas, curve, top=max(2 * top, 0.1))
 
     def epsilon_after(self, steps: int, *, participation: Participation | None = None) -> float:
         """ε spent by the first `steps` steps, for the plan's units or for those of a narrower

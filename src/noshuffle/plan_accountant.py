@@ -17,12 +17,11 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache, partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from noshuffle.accounting import bins, calibrate, composition, fourier, gaussian, renyi
-from noshuffle.accounting.fresh_positions import FreshPositions
+from noshuffle import accounting
 from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import (
     BallsInBins,
@@ -35,6 +34,11 @@ from noshuffle.participation import (
     TruncatedPoisson,
     stages_of,
 )
+
+if TYPE_CHECKING:
+    from noshuffle.accounting.bins import Overlaps
+    from noshuffle.accounting.fourier import Composed, Record
+    from noshuffle.accounting.fresh_positions import FreshPositions
 
 Array = np.ndarray
 ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
@@ -99,13 +103,13 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
     if plan.noise_multiplier == 0:
         return math.inf
     if isinstance(part, BallsInBins | SeparatedBins):
-        found: bins.Overlaps | FreshPositions = plan.positions(steps)
+        found: Overlaps | FreshPositions = plan.positions(steps)
         return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
     if plan.accountant == "rdp":
         assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
         sampling, noise = renyi_law(plan)
         turns = part.most_within(steps)
-        return renyi.epsilon(
+        return accounting.renyi.epsilon(
             noise_multiplier=noise,
             rate=part.rate,
             steps=turns,
@@ -118,7 +122,7 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
 
 
 @lru_cache(maxsize=64)  # prefixes of a run that have the same turns ask the same
-def _epsilon(composed: fourier.Composed, delta: float) -> float:
+def _epsilon(composed: Composed, delta: float) -> float:
     return composed.epsilon(delta=delta)
 
 
@@ -128,10 +132,10 @@ def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
     if not part.is_sampled:
         mu = plan.mu(steps)
         return lambda epsilons: np.array(
-            [gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
+            [accounting.gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
         )
     if isinstance(part, BallsInBins | SeparatedBins):
-        found: bins.Overlaps | FreshPositions = plan.positions(steps)
+        found: Overlaps | FreshPositions = plan.positions(steps)
         return lambda epsilons: found.deltas(epsilons, noise_multiplier=z, near=plan.delta)
     composed = sampled_release(plan, steps)
 
@@ -163,20 +167,24 @@ def direction_of(plan: Any) -> str:
     return "replace" if plan.neighbours == "replace-one" else "both"
 
 
-def sampled_release(plan: Any, steps: int, *, near: float | None = None) -> fourier.Composed:
+def sampled_release(plan: Any, steps: int, *, near: float | None = None) -> Composed:
     """The first steps of a plan with secret draws (not of one stage of positions), as a loss
     distribution; that of positions is made for δ `near`, or the plan's."""
     part, z = plan.participation, plan.noise_multiplier / plan.sensitivity.value
     if isinstance(part, DrawnStages):
         stages = stage_plans(plan, steps)
         found = [one for own in stages for one in _releases(*own, near or plan.delta)]
-        return fourier.compose(found, direction=direction_of(plan))
+        return accounting.fourier.compose(found, direction=direction_of(plan))
     if isinstance(part, TruncatedPoisson):
         is_zeroed = plan.neighbours == "zero-out"
-        cut = fourier.TruncatedRelease(z, part.rate, part.cap, part.population, steps, is_zeroed)
-        return fourier.compose([cut])
+        cut = accounting.fourier.TruncatedRelease(
+            z, part.rate, part.cap, part.population, steps, is_zeroed
+        )
+        return accounting.fourier.compose([cut])
     assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
-    return fourier.compose([(z, part.rate, part.most_within(steps))], direction=direction_of(plan))
+    return accounting.fourier.compose(
+        [(z, part.rate, part.most_within(steps))], direction=direction_of(plan)
+    )
 
 
 def stage_plans(plan: Any, steps: int) -> list[tuple[Any, int]]:
@@ -190,13 +198,13 @@ def stage_plans(plan: Any, steps: int) -> list[tuple[Any, int]]:
     return found
 
 
-def _releases(plan: Any, steps: int, near: float) -> tuple[fourier.Record, ...]:
+def _releases(plan: Any, steps: int, near: float) -> tuple[Record, ...]:
     """One stage as loss distributions that dominate it at every ε, whatever was seen before it."""
     if not isinstance(plan.participation, BallsInBins | SeparatedBins):
         return sampled_release(plan, steps).releases
-    known: bins.Overlaps | FreshPositions = plan.positions(steps)
-    if isinstance(known, bins.Overlaps):  # one position is one epoch
-        known = FreshPositions(known.classes, 1)
+    known: Overlaps | FreshPositions = plan.positions(steps)
+    if isinstance(known, accounting.bins.Overlaps):  # one position is one epoch
+        known = accounting.fresh_positions.FreshPositions(known.classes, 1)
     return known.releases(noise_multiplier=plan.noise_multiplier, delta=near)
 
 
@@ -209,16 +217,16 @@ def group_epsilon(plan: Any, size: int) -> float:
     if size == 1 or plan.noise_multiplier == 0:
         return float(plan.epsilon())
     if not plan.participation.is_sampled:
-        return gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
+        return accounting.gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
     curve, low, high = curve_of(_for_group(plan, size), plan.steps), 0.0, float(plan.epsilon())
     most = math.inf
     if isinstance(plan.participation, BallsInBins | SeparatedBins):  # as if they were known
         mu = plan.positions(plan.steps).mu(plan.noise_multiplier)
-        most = gaussian.epsilon(mu=size * mu, delta=plan.delta)
+        most = accounting.gaussian.epsilon(mu=size * mu, delta=plan.delta)
 
     def fits(epsilon: float) -> bool:
         delta = min(1.0, float(curve(np.array([epsilon]))[0]))
-        grown = composition.group(epsilon=epsilon, delta=delta, size=size)
+        grown = accounting.composition.group(epsilon=epsilon, delta=delta, size=size)
         return bool(grown.delta <= plan.delta)
 
     while not fits(high):
@@ -269,7 +277,7 @@ def calibrated(plan: Any, epsilon: float | None) -> Any:
     assert epsilon is not None
     if plan.accountant == "exact":
         shift = plan.sensitivity.value * plan.multiplier_of_sensitivity
-        z = shift / gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        z = shift / accounting.gaussian.mu(epsilon=epsilon, delta=plan.delta)
         return _kept_below(plan, epsilon, z, step=1e-13)  # last-digit rounding
     part, start = plan.participation, 1.0
     if isinstance(part, BallsInBins):
@@ -277,19 +285,19 @@ def calibrated(plan: Any, epsilon: float | None) -> Any:
         return _kept_below(plan, epsilon, z, step=1e-5)  # its bisection ends above
     if isinstance(part, SeparatedBins):
         known: FreshPositions = plan.positions(part.steps)
-        start = known.mu(1.0) / gaussian.mu(epsilon=epsilon, delta=plan.delta)
+        start = known.mu(1.0) / accounting.gaussian.mu(epsilon=epsilon, delta=plan.delta)
         z = max(start / 2, 0.2 * known.mu(1.0))
         for _ in range(2):  # the class that is best for a guess, then for what it led to
             near = known.sharpest(noise_multiplier=z, delta=plan.delta)
-            z = calibrate.smallest(
+            z = accounting.calibrate.smallest(
                 partial(_fresh_epsilon, near, plan.delta), target=epsilon, start=z, tolerance=1e-4
             )
         return replace(plan, noise_multiplier=z)
     if isinstance(part, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson):
-        mu = gaussian.mu(epsilon=epsilon, delta=plan.delta)  # the central limit is near
+        mu = accounting.gaussian.mu(epsilon=epsilon, delta=plan.delta)  # the central limit is near
         turns, rate = part.most_within(part.steps), min(part.rate, 0.999)
         start = plan.sensitivity.value / math.sqrt(math.log1p((mu / rate) ** 2 / turns))
-    z = calibrate.smallest(
+    z = accounting.calibrate.smallest(
         lambda z: replace(plan, noise_multiplier=z).epsilon(), target=epsilon, start=start
     )
     return replace(plan, noise_multiplier=z)

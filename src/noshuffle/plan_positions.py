@@ -7,16 +7,20 @@ that a unit may have (`strategies.positions`). Functions take the `Plan` that as
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from noshuffle.accounting import bins, monte_carlo
-from noshuffle.accounting.fresh_positions import FreshPositions
+from noshuffle import accounting
 from noshuffle.errors import Unsupported, instance_of
 from noshuffle.participation import BallsInBins, DrawnStages, SeparatedBins
 from noshuffle.strategies.positions import gram, overlaps, separated_classes, separated_gram
 
+if TYPE_CHECKING:
+    from noshuffle.accounting.bins import Overlaps
+    from noshuffle.accounting.fresh_positions import FreshPositions
+    from noshuffle.accounting.monte_carlo import Interval
 
-def positions(plan: Any, steps: int) -> bins.Overlaps | FreshPositions:
+
+def positions(plan: Any, steps: int) -> Overlaps | FreshPositions:
     """How far secret positions overlap in the first `steps` steps; see `Plan.positions`."""
     part = plan.participation
     if isinstance(part, DrawnStages):
@@ -26,21 +30,23 @@ def positions(plan: Any, steps: int) -> bins.Overlaps | FreshPositions:
         )
     if isinstance(part, SeparatedBins):
         epochs = part.most_within(steps)
-        return FreshPositions(separated_classes(plan.strategy, part, plan.steps), epochs)
+        return accounting.fresh_positions.FreshPositions(
+            separated_classes(plan.strategy, part, plan.steps), epochs
+        )
     known = (1, 0.0, plan.sensitivity_after(steps).squared)
-    return bins.Overlaps((known, *overlaps(plan.strategy, _bins_of(plan), steps)[1:]))
+    return accounting.bins.Overlaps((known, *overlaps(plan.strategy, _bins_of(plan), steps)[1:]))
 
 
-def monte_carlo_epsilon(plan: Any, *, samples: int, seed: int | None) -> monte_carlo.Interval:
+def monte_carlo_epsilon(plan: Any, *, samples: int, seed: int | None) -> Interval:
     """ε of the whole run with secret positions by Monte Carlo; see `Plan.monte_carlo`."""
     part, known = plan.participation, plan.positions(plan.steps)
-    if isinstance(known, FreshPositions):
+    if isinstance(known, accounting.fresh_positions.FreshPositions):
         assert isinstance(part, SeparatedBins)
         K = separated_gram(plan.strategy, part, plan.steps)
-        secret = monte_carlo.SecretPositions(K, known, periods=known.epochs)
+        secret = accounting.monte_carlo.SecretPositions(K, known, periods=known.epochs)
     else:
         K = gram(plan.strategy, _bins_of(plan), plan.steps)
-        secret = monte_carlo.SecretPositions(K, known)
+        secret = accounting.monte_carlo.SecretPositions(K, known)
     z, delta = plan.noise_multiplier, plan.delta
     return secret.epsilon(noise_multiplier=z, delta=delta, samples=samples, seed=seed)
 

@@ -13,8 +13,7 @@ from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-from noshuffle import plan_accountant
-from noshuffle.accounting import gaussian, renyi
+from noshuffle import accounting, plan_accountant
 from noshuffle.errors import InvalidInput, Unsupported, whole
 from noshuffle.participation import Participation
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
@@ -57,8 +56,8 @@ def epsilon_after(plan: Any, steps: int, participation: Participation | None) ->
     if mu == 0 or math.isinf(mu):
         return mu
     if plan.accountant == "rdp":
-        return renyi.epsilon(noise_multiplier=1 / mu, delta=delta)
-    return gaussian.epsilon(mu=mu, delta=delta)
+        return accounting.renyi.epsilon(noise_multiplier=1 / mu, delta=delta)
+    return accounting.gaussian.epsilon(mu=mu, delta=delta)
 
 
 def mu_of(plan: Any, reach: Sensitivity) -> float:

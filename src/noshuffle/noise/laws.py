@@ -35,7 +35,6 @@ import math
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from scipy.special import gammainccinv
 
 from noshuffle.errors import whole
 from noshuffle.noise.gaussian import TILE
@@ -117,6 +116,8 @@ class KeyedDraws(OneOwner):
 
     def standard_gamma(self, shape: float, size: Size) -> Array:
         """Density ∝ t^{shape−1}e^{−t}."""
+        from scipy.special import gammainccinv
+
         if shape >= 1:
             return np.asarray(gammainccinv(shape, self.random(size)))
         # G(k) = G(k+1)·u^{1/k} (Marsaglia, Tsang 2000): quantiles of small shapes underflow.

@@ -27,7 +27,6 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from scipy.optimize import brentq
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
@@ -91,6 +90,7 @@ def _norm(sizes: Array, p: float) -> float:
 
 def _root(sizes: Array, p: float) -> Array:
     """t ≥ 0 with t + λt^{p−1} = sizes and ‖t‖_p = 1, for sizes of a norm above 1."""
+    from scipy.optimize import brentq
 
     def apart(log_multiplier: float) -> float:
         return _norm(_entries(sizes, p, math.exp(log_multiplier)), p) - 1

@@ -37,7 +37,6 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.special import gammaln
 
 from noshuffle.errors import InvalidInput, whole
 
@@ -163,6 +162,8 @@ class SingularValues(Decomposition):
 
 def _chi(d: int, order: float) -> float:
     """(E χ_d^order)^{1/order}."""
+    from scipy.special import gammaln
+
     log = gammaln((d + order) / 2) - gammaln(d / 2)
     return float(math.sqrt(2) * math.exp(log / order))
 

@@ -18,7 +18,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from noshuffle.accounting import gdp
+from noshuffle import accounting
 from noshuffle.errors import InvalidInput, whole
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement, of_stops, so_far
@@ -109,7 +109,7 @@ def spent(
     own = own.with_assumptions(words, *map(_inherited, inherited))
     if len(mus) == len(parts) and own.accountant == "exact":
         mu = gaussian_sum(mus)
-        epsilon = gdp.epsilon(mu=mu, slack=0.0, delta=own.delta)
+        epsilon = accounting.gdp.epsilon(mu=mu, slack=0.0, delta=own.delta)
         shift = mu * own.noise_multiplier  # S of all of them, in units of this run's noise
         if not math.isfinite(shift):  # a run without noise: no sensitivity says so
             shift = own.sensitivity

@@ -18,7 +18,6 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.linalg import toeplitz as _toeplitz
 
 from noshuffle.errors import (
     HorizonExceeded,
@@ -89,7 +88,9 @@ def leading_gains(gains: Array | tuple[float, ...], n: int) -> Array:
 
 def lower_toeplitz(c: Array) -> Array:
     """The lower-triangular matrix with c_i on its i-th diagonal."""
-    return np.asarray(_toeplitz(c, np.zeros_like(c)), dtype=np.float64)
+    from scipy.linalg import toeplitz
+
+    return np.asarray(toeplitz(c, np.zeros_like(c)), dtype=np.float64)
 
 
 def padded(values: Array, n: int) -> Array:

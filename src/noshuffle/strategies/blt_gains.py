@@ -33,7 +33,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.fft import irfft, next_fast_len, rfft
 
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.recursions import decaying
@@ -95,6 +94,8 @@ def classes_squared(
     S_j² = Σ_m (2 − [m=0]) Σ_l g_{j+lb} g_{j+(l+m)b} |P_mb[j+(l+m)b]|, for the search only, with the
     correlations P_L[i] = Σ_s a²_{i+s} c_s c_{s+L} by Fourier transforms, O(k·n·log n).
     """
+    from scipy.fft import irfft, next_fast_len, rfft
+
     n = len(c)
     b = n // epochs
     C, G = c.reshape(epochs, b), g.reshape(epochs, b)

@@ -22,7 +22,6 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.linalg import solve_triangular
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, whole
 from noshuffle.strategies.base import Strategy, dense_size
@@ -88,6 +87,8 @@ class Dense(Strategy):
         return np.array(self.matrix[:n, :n])
 
     def noising(self, n: int) -> Array:
+        from scipy.linalg import solve_triangular
+
         inverse = solve_triangular(self.encoder(n), np.eye(n), lower=True, check_finite=False)
         return np.asarray(inverse, dtype=np.float64)
 

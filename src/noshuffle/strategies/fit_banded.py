@@ -24,7 +24,6 @@ root lies close to one; and n grows by fours, each optimum starting the next.
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import brentq
 
 from noshuffle.errors import one_of, whole
 from noshuffle.participation import MinSeparation, Participation
@@ -114,6 +113,8 @@ def fit_banded(
 
 def _split(d: Array) -> Array:
     """Variables (log(1−λ), q_1, …) of d(x) = (1 − λx) q(x), λ the slow root."""
+    from scipy.optimize import brentq
+
     lam = 0.5
     if np.polyval(d, 0.0) < 0 < np.polyval(d, 1.0):
         lam = float(brentq(lambda y: float(np.polyval(d, y)), 0.0, 1.0, xtol=1e-15))

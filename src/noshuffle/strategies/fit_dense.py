@@ -30,8 +30,6 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import LinAlgError, cholesky, eigh
-from scipy.linalg.lapack import dpotri
 
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies.dense import dense
@@ -57,6 +55,8 @@ class CertifiedFit(Fit):
 
 def triangular(X: Array) -> Array:
     """The lower-triangular C with CᵀC = X: Cholesky with time reversed."""
+    from scipy.linalg import cholesky
+
     reverse = cholesky(X[::-1, ::-1], lower=True, check_finite=False)
     return np.asarray(reverse.T[::-1, ::-1])
 
@@ -121,7 +121,7 @@ def _masked(
         total = np.bincount(group, weights=np.diagonal(Y))
         try:
             inverse = _inverse(Y)
-        except LinAlgError:
+        except np.linalg.LinAlgError:
             return WALL, np.zeros(len(x))
         scale = np.sqrt(total[group])
         scaled = scale[:, None] * G * scale
@@ -151,6 +151,9 @@ def _masked(
 
 def _inverse(X: Array) -> Array:
     """X⁻¹ from its Cholesky factor; LinAlgError when X is not positive definite."""
+    from scipy.linalg import cholesky
+    from scipy.linalg.lapack import dpotri
+
     factor = cholesky(X, lower=True, check_finite=False)
     inverse, _ = dpotri(factor, lower=1)
     return np.asarray(np.tril(inverse) + np.tril(inverse, -1).T)
@@ -163,6 +166,8 @@ def _certificate(A: Array, W: Array, *, free: NDArray[np.bool_], group: NDArray[
     tr(UX) = Σ_c v_c for every masked X. If U is not positive semidefinite its off-diagonal part is
     shrunk until it is.
     """
+    from scipy.linalg import eigh
+
     n = len(A)
     mean = np.bincount(group, weights=np.diagonal(W)) / np.bincount(group)
     v = mean[group]

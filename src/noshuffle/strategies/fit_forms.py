@@ -23,7 +23,6 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple, TypedDict, Unpack
 
 import numpy as np
-from scipy.optimize import minimize
 
 from noshuffle.errors import Unsupported
 from noshuffle.participation import (
@@ -216,6 +215,8 @@ def lbfgs(
     **options: float,
 ) -> Any:
     """One run of L-BFGS within limits, for a function that returns its gradient too."""
+    from scipy.optimize import minimize
+
     return minimize(fn, x, args=args, jac=True, method="L-BFGS-B", bounds=limits, options=options)
 
 

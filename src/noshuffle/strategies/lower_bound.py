@@ -27,7 +27,6 @@ from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.linalg import eigh
 
 from noshuffle.errors import InvalidInput, Unsupported, positive
 from noshuffle.participation import Participation
@@ -56,6 +55,8 @@ class Dual(NamedTuple):
 
 def _roots(matrix: Array) -> tuple[Array, Array, float]:
     """Eigenvectors, roots of eigenvalues, and a sum of the roots that rounding cannot inflate."""
+    from scipy.linalg import eigh
+
     values, vectors = eigh(matrix, check_finite=False, driver="evd")
     slack = 4 * len(values) * np.finfo(np.float64).eps * values[-1]
     safe = float(np.sqrt(np.maximum(values - slack, 0.0)).sum())

@@ -30,7 +30,6 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from scipy.linalg import block_diag
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, positive, whole
 from noshuffle.participation import Epochs, MinSeparation, Participation, SinglePass, Stages
@@ -90,6 +89,8 @@ class Phases(Strategy):
             start += part.used
 
     def encoder(self, n: int) -> Array:
+        from scipy.linalg import block_diag
+
         dense_size(n)
         return np.asarray(
             block_diag(
@@ -101,6 +102,8 @@ class Phases(Strategy):
         )
 
     def noising(self, n: int) -> Array:
+        from scipy.linalg import block_diag
+
         dense_size(n)
         return np.asarray(
             block_diag(

@@ -16,8 +16,6 @@ from __future__ import annotations
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.fft import irfft, next_fast_len, rfft
-from scipy.linalg.blas import dtbsv
 
 Array = NDArray[np.float64]
 
@@ -29,6 +27,8 @@ _SHORT = 64
 
 def decaying(x: Array, decay: float) -> Array:
     """y_t = x_t + decay·y_{t−1}."""
+    from scipy.linalg.blas import dtbsv
+
     band = np.empty((len(x), 2))
     band[:, 1] = -decay
     return np.asarray(dtbsv(1, band.T, x, lower=1, diag=1), dtype=np.float64)
@@ -40,6 +40,8 @@ def divided(x: Array, c: Array) -> Array:
     Exactly zero once both they and what is left of x are below 1e-100: left to decay further they
     become subnormal numbers, with which processors are very slow.
     """
+    from scipy.linalg.blas import dtbsv
+
     n, c = len(x), np.asarray(c, dtype=np.float64)[: len(x)]
     out, order = np.zeros(n), len(c) - 1
     size = max(1, min(_ROWS, _ENTRIES // (order + 1)))
@@ -66,6 +68,8 @@ def convolve(a: Array, b: Array, n: int) -> Array:
     if min(len(a), len(b)) <= _SHORT:
         found = np.convolve(a, b)
     else:
+        from scipy.fft import irfft, next_fast_len, rfft
+
         fast = next_fast_len(size, real=True)
         found = irfft(rfft(a, fast) * rfft(b, fast), fast)[:size]
     out = np.zeros(n)

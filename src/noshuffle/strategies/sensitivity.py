@@ -43,7 +43,6 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from scipy.linalg import cho_factor, cho_solve
 
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import (
@@ -332,6 +331,8 @@ def _explicit(X: Array, participation: SinglePass | Epochs | MinSeparation) -> S
 
 def _inverse_covariance(strategy: Strategy, horizon: int, steps: int) -> Array:
     """Σ⁻¹ of the first `steps` rows that a run of `horizon` steps uses."""
+    from scipy.linalg import cho_factor, cho_solve
+
     if horizon > OWN_STEPS:
         raise Unsupported(
             f"the strategy {strategy.name!r} is not built in; its noise is measured for at most "

@@ -32,7 +32,6 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
-from scipy.linalg import block_diag, solve_triangular
 
 from noshuffle.errors import InvalidInput, one_of, whole
 from noshuffle.strategies.base import Strategy, dense_size
@@ -148,6 +147,8 @@ class Tree(Strategy):
 
     def _diagonal(self, n: int, part: _Part) -> Array:
         """The block-diagonal matrix of one part per tree; equal trees are built once."""
+        from scipy.linalg import block_diag
+
         dense_size(n)
         known: dict[tuple[int, int], Array] = {}
         parts = []
@@ -187,5 +188,7 @@ def _full_encoder(real: int, full: int) -> Array:
 
 
 def _full_noising(real: int, full: int) -> Array:
+    from scipy.linalg import solve_triangular
+
     encoder = _full_encoder(real, full)
     return np.asarray(solve_triangular(encoder, np.eye(real), lower=True), dtype=np.float64)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noshuffle.accounting import gdp
+from noshuffle import accounting
 from noshuffle.clipping import Flat
 from noshuffle.clipping.looks import Look
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
@@ -231,7 +231,7 @@ class StudyRelease:
         shift = mu * first.noise_multiplier  # S of all of them, in units of the first one's noise
         joint = replace(
             first,
-            epsilon=gdp.epsilon(mu=mu, slack=0.0, delta=first.delta),
+            epsilon=accounting.gdp.epsilon(mu=mu, slack=0.0, delta=first.delta),
             mu=mu,
             rho=mu * mu / 2,
             sensitivity=shift,
