@@ -32,12 +32,13 @@ IGNORED = (-100, -1)
 
 def finite_rows(batch: Batch, *picks: int) -> Batch:
     """Some examples, with everything non-finite replaced: the trial is about the model."""
-    index = [i % batch_size(batch) for i in picks]
+    size = batch_size(batch)
+    index = torch.tensor([i % size for i in picks], device="cpu")
 
     def clean(t: Tensor) -> Tensor:
         return torch.nan_to_num(t, posinf=1.0, neginf=-1.0) if t.is_floating_point() else t
 
-    cleaned: Batch = of_each(clean, take(batch, torch.tensor(index, device="cpu")))
+    cleaned: Batch = of_each(clean, take(batch, index))
     return cleaned
 
 

@@ -278,7 +278,12 @@ def agrees(built: ctypes.CDLL) -> bool:
         np.array_equal(_radix_sorted(built, units), np.sort(units))
         for units in (far, near, far[:1], far[:0], np.sort(near), near + 2**40)
     )
-    return sorts and _finds(built, far, np.unique(near))
+    return sorts and _finds(built, far, _distinct(near))
+
+
+def _distinct(units: Units) -> Units:
+    """`np.unique`, which imports numpy.ma where it is asked for nothing else (NumPy 2)."""
+    return np.unique(units, return_counts=True)[0]
 
 
 def _finds(built: ctypes.CDLL, far: Units, near: Units) -> bool:
@@ -303,7 +308,7 @@ def _finds(built: ctypes.CDLL, far: Units, near: Units) -> bool:
     built.units_find(*own.told, address(units), len(units), address(rows))
     used = int(own.sizes[0]) << _BLOCK
     data, told = np.zeros((used, 4), dtype=np.int32), np.zeros(9, dtype=np.int64)
-    record, ordered, twice = np.array([7, 7, 1, 3], np.int32), np.unique(far), np.array([1, 1])
+    record, ordered, twice = np.array([7, 7, 1, 3], np.int32), _distinct(far), np.array([1, 1])
     built.units_fill(address(data), address(placed), half, address(record))
     for step in (9, 9):
         built.units_move(address(data), address(placed), 100, step, 2)
@@ -311,7 +316,7 @@ def _finds(built: ctypes.CDLL, far: Units, near: Units) -> bool:
     wanted = np.zeros_like(data)
     wanted[placed] = np.where(np.arange(half)[:, None] < 100, [7, 9, 2, 2], [7, 7, 1, 3])
     return (
-        len(np.unique(placed)) == half
+        len(_distinct(placed)) == half
         and np.array_equal(rows[:half], placed)
         and np.array_equal(placed[is_near], _row(own.blocks, units[:half][is_near]))
         and bool((rows[half:] == -1).all())

@@ -29,13 +29,13 @@ from torch.utils.hooks import RemovableHandle
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.other_optimizers import in_step, keep_to_owner
+from noshuffle.training.untraced import never_traced
 
 #: Set on an optimizer while a private step moves it.
 _MARK = "_is_in_private_step"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-#: Untraced methods by name, as compiled code has to call them; made by the first `guard`, since
-#: torch takes seconds to import what it needs, and has done so for any optimizer.
+#: Untraced methods by name, as compiled code has to call them (from the first `guard` on).
 _outside: dict[str, Callable[..., Any]] = {}
 
 
@@ -146,8 +146,7 @@ def guard(
     """
     for name, method in _outside.items():
         if not hasattr(method, "_torchdynamo_disable"):
-            disable: Any = torch.compiler.disable
-            _outside[name] = disable(method)
+            _outside[name] = never_traced(method)
     release = keep_to_owner(owner, optimizer, parameters)
     register: Any = getattr(optimizer, "register_step_pre_hook", None)
     if register is None:

@@ -33,6 +33,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
 from noshuffle.errors import Unsupported
+from noshuffle.training.untraced import never_traced
 
 #: The living runs: the optimizer of each, by id, and what it trains.
 _Owned = tuple[int, Mapping[str, Tensor]]
@@ -65,8 +66,7 @@ def keep_to_owner(
         _trained[owner] = (id(optimizer), parameters)
         if _hook is None:
             # torch.compile(optimizer.step) would trace the look, and keep what it found.
-            untraced: Any = torch.compiler.disable
-            _hook = register_optimizer_step_pre_hook(untraced(_refuse_strangers))
+            _hook = register_optimizer_step_pre_hook(never_traced(_refuse_strangers))
     end = weakref.finalize(owner, _remove_unused)
     end.atexit = False
     this = weakref.ref(owner)
