@@ -116,7 +116,7 @@ def tried_on_host(
             alone_still(model, loss_fn, rows, seed=FIXED[0])
             # What does not run here is said, and not taken for a row that is refused.
             forms_of(unlike_pair(rows))
-            pairs_in_place(model, forms_of, rows)
+            pairs_in_place(model, forms_of, rows, only_far=True)  # the GPU was shown the others
     except NotNow:
         return ""
     except (NotByLayer, Unsupported):

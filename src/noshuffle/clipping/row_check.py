@@ -81,39 +81,44 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
         raise Mixes("a layer sees the rows of some examples in the place of others")
 
 
-def _one_of_its_kind(pair: Batch) -> Iterator[Batch]:
+def _one_of_its_kind(pair: Batch, *, only_far: bool) -> Iterator[Batch]:
     """The second of two rows, as it is, extreme or whole beside a short one, among three of the
     other. It stands at `_PLACE`: no order by what rows hold, and no turn of them, leaves it there.
     """
-    whole = next(iter(cut_short(pair)))[1]
-    for rows in (pair, *extremes(pair, FAR), whole):
+    usual_ones = () if only_far else (pair, next(iter(cut_short(pair)))[1])
+    for rows in (*usual_ones, *extremes(pair, FAR)):
         yield take(rows, torch.tensor([0, 1, 0, 0], device="cpu"))
 
 
-def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
+def pair_in_place(
+    model: nn.Module, forms_of: FormsFn, pair: Batch, *, only_far: bool = False
+) -> None:
     """Raise Mixes unless the second of two rows is seen in its place among others of the first.
 
     What orders rows by what they hold, and what lays them out by kind, from the front or from the
     back, moves one that is alone of its kind. The others are asked for as well: an extreme row may
     have no gradient (a gate that is shut), and where it has left its place another stands there.
     """
-    for rows in _one_of_its_kind(pair):
+    for rows in _one_of_its_kind(pair, only_far=only_far):
         for asked in ([_PLACE], _OTHERS):
             with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
                 in_place(forms_of, rows, torch.tensor(asked, device="cpu"))
 
 
-def pairs_in_place(model: nn.Module, forms_of: FormsFn, rows: Batch) -> None:
+def pairs_in_place(
+    model: nn.Module, forms_of: FormsFn, rows: Batch, *, only_far: bool = False
+) -> None:
     """Raise Mixes unless rows are seen in their places in a pair of them, or in several.
 
     The gate of an ordinary row may be shut, too (a ReLU), so that nothing is seen of the layers
     behind it: where some rows have a gradient that others do not have, several are first.
+    `only_far`: rows that are not extreme were asked before.
     """
     size = batch_size(rows)
     is_gated = _is_gated(model, forms_of, take(rows, slice(_LOOKED)))
     for first in range(min(size, PAIRS) if is_gated else 1):
         turned = (torch.arange(size, device="cpu") + first) % size
-        pair_in_place(model, forms_of, unlike_pair(take(rows, turned)))
+        pair_in_place(model, forms_of, unlike_pair(take(rows, turned)), only_far=only_far)
 
 
 def _is_gated(model: nn.Module, forms_of: FormsFn, rows: Batch) -> bool:

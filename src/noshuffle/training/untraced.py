@@ -1,9 +1,9 @@
 """Functions that compiled code runs as they are, without importing torch's compiler for that.
 
-`torch.compiler.disable(fn)` keeps torch.compile from tracing `fn`, and imports all of torch._dynamo,
-a second and more. Most processes have it from their first optimizer; `noshuffle train` does without.
-There the function asks for it once code is traced that calls it: torch ends a trace where
-`torch.compiler.disable` is called, and goes on behind it. No state.
+`torch.compiler.disable(fn)` keeps torch.compile from tracing `fn`, and imports all of
+torch._dynamo, a second and more. Most processes have it from their first optimizer; `noshuffle
+train` does without. There the function asks for it once code is traced that calls it: torch ends a
+trace where `torch.compiler.disable` is called, and goes on behind it. No state.
 
 >>> never_traced(len)([1, 2])
 2
