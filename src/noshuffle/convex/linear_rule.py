@@ -125,7 +125,8 @@ class LinearRule(Rule):
         factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
         residual *= (factor if weight is None else factor * weight)[:, None]
         # A row of infinite norm has factor 0; whatever is still not finite contributes nothing.
-        residual[~np.isfinite(residual).all(axis=1)] = 0.0
+        if not (is_finite := np.isfinite(residual)).all():
+            residual[~is_finite.all(axis=1)] = 0.0
         out = np.zeros(self.size)
         out[: self._bound] = (x.T @ residual).T.reshape(-1)
         if self.fit_intercept:

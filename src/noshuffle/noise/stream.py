@@ -186,7 +186,6 @@ class NoiseStream(OneOwner):
         whole(at_least=0, at_most=self.horizon, step=step)
         return rows_used(self._plans, step)
 
-    @torch.no_grad()
     def add_(self, values: Mapping[str, Tensor], *, times: float = 1.0) -> None:
         """Add the noise of this step to every named tensor, in place, and go on to the next.
 
@@ -209,14 +208,13 @@ class NoiseStream(OneOwner):
             plan = self._plans.at(self._step)
             self._whole.add_(values, plan=plan, scale=self.scale, times=times)
         else:
-            self._add_noise(values)
-            if times != 1.0:
-                _times_(list(values.values()), times)
+            self._add_noise(values, times=times)
         if not is_captured:
             self._step += 1
             self._is_broken = False
 
-    def _add_noise(self, values: Mapping[str, Tensor]) -> None:
+    @torch.no_grad()
+    def _add_noise(self, values: Mapping[str, Tensor], *, times: float) -> None:
         # Views where that is possible; a tensor with other strides is copied there and back.
         plain = {name: value.contiguous() for name, value in values.items()}
         targets = {name: value.view(-1) for name, value in plain.items()}
@@ -232,6 +230,8 @@ class NoiseStream(OneOwner):
         for name, noisy in plain.items():
             if noisy is not values[name]:
                 values[name].copy_(noisy)
+        if times != 1.0:
+            _times_(list(values.values()), times)
 
     def prepare(self, values: Mapping[str, Tensor], *, counts_itself: bool = False) -> None:
         """Make ready to capture `add_` on tensors like these in a CUDA graph; adds nothing.

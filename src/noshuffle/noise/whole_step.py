@@ -8,7 +8,8 @@ no AES in hardware, or a value of another type. Values are all float32 or all fl
 buffers float32. Pieces are handed out to threads as they come. Before the first use in a process
 (`is_ready`) a few steps of every kind are made in both forms, and must come out equal, bit for bit.
 
-State: round keys, for every name one schedule a key of the ring, and the table of pieces.
+State: round keys, for every name one schedule a key of the ring, the table of pieces, and the steps
+that were made ready, by their kind.
 
 >>> is_ready() <= native.has_aes()                # never without AES that was itself found right
 True
@@ -38,6 +39,8 @@ from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe
 _SCHEDULE = 240
 #: Tiles below which a second thread costs more than it saves.
 _ALONE = 96
+#: Kinds of steps that are kept ready; a tree has one a height, a schedule of scales one a step.
+_KINDS = 64
 
 
 class WholeStep:
@@ -68,6 +71,8 @@ class WholeStep:
         ]
         self._pieces = np.array(rows, dtype=np.int64).reshape(-1, 8)
         self._workers = workers if layout.tiles >= _ALONE else 1
+        self._places = (ctypes.c_void_p * len(numbers))()
+        self._jobs: dict[Any, Prepared] = {}
 
     def _expand(self, seed: bytes, *, into: np.ndarray) -> None:
         self._library.aes_schedule(ctypes.create_string_buffer(seed, len(seed)), into.ctypes.data)
@@ -84,30 +89,48 @@ class WholeStep:
         self, values: Mapping[str, Tensor], *, plan: StepPlan, scale: float, times: float
     ) -> None:
         """Add the noise of one step on the grid, bring the buffers forward, multiply by `times`."""
-        buffers = self._state.shape[0]
-        factor = 1.0 if buffers else plan.gain * scale
         is_double = bool(values) and next(iter(values.values())).dtype is torch.float64
-        rows = np.array([row for row, _ in plan.draws], dtype=np.uint64)
+        weights = tuple([weight for _, weight in plan.draws])
+        kind = (plan.inner, plan.gain, plan.outer, plan.store, plan.decays, scale, times, is_double)
+        if (found := self._jobs.get((weights, kind))) is None:
+            if len(self._jobs) >= _KINDS:
+                self._jobs.clear()
+            found = self._job(plan, scale=scale, times=times, is_double=is_double)
+            self._jobs[weights, kind] = found
+        job = found[0]
+        drawn = [row for row, _ in plan.draws]
+        rows = (ctypes.c_uint64 * len(drawn))(*drawn)
+        job.next, job.rows = 0, ctypes.addressof(rows)
         # Without a ring nobody has to say which key a draw takes.
         segment_fn = self._source.segment if self._source.later else None
-        keys = segment_fn and np.array([segment_fn(row) for row, _ in plan.draws], dtype=np.int32)
-        weights = np.array([w * factor for _, w in plan.draws], dtype=np.float32)
-        places = np.array([values[name].data_ptr() for name in self._names], dtype=np.uint64)
-        decays = (ctypes.c_float * buffers)(*plan.decays) if plan.decays else None
-        inner, outer = dense(plan.inner, buffers, 1.0), dense(plan.outer, buffers, scale)
-        job = NoiseJob(
-            *(0, len(self._pieces), self._state.stride(0), self._pieces.ctypes.data),
-            *(places.ctypes.data, rows.ctypes.data),
-            *(None if keys is None else keys.ctypes.data, weights.ctypes.data),
-            *(_address(inner), _address(decays), _address(outer), self._state.data_ptr()),
-            *(len(rows), buffers, plan.store, plan.gain * scale),
-            *(grid_of(plan, scale=scale), times, is_double, times),
-        )
+        keys = segment_fn and (ctypes.c_int32 * len(drawn))(*map(segment_fn, drawn))
+        job.keys = ctypes.addressof(keys) if keys else None
+        self._places[:] = [values[name].data_ptr() for name in self._names]
         add_noise = self._library.add_noise
         if self._workers == 1:
             add_noise(ctypes.addressof(job))
         else:
             together(add_noise, job, threads=self._workers)
+
+    def _job(self, plan: StepPlan, *, scale: float, times: float, is_double: bool) -> Prepared:
+        """What steps of one kind have in common: all but the rows that are drawn, and the values.
+
+        Most mechanisms have a few kinds of steps, and to make one ready takes longer than the noise
+        of a thousand numbers.
+        """
+        buffers = self._state.shape[0]
+        factor = 1.0 if buffers else plan.gain * scale
+        weights = np.array([w * factor for _, w in plan.draws], dtype=np.float32)
+        decays = (ctypes.c_float * buffers)(*plan.decays) if plan.decays else None
+        inner, outer = dense(plan.inner, buffers, 1.0), dense(plan.outer, buffers, scale)
+        job = NoiseJob(
+            *(0, len(self._pieces), self._state.stride(0), self._pieces.ctypes.data),
+            *(ctypes.addressof(self._places), None, None, weights.ctypes.data),
+            *(_address(inner), _address(decays), _address(outer), self._state.data_ptr()),
+            *(len(plan.draws), buffers, plan.store, plan.gain * scale),
+            *(grid_of(plan, scale=scale), times, is_double, times),
+        )
+        return job, (weights, decays, inner, outer)
 
 
 class NoiseJob(ctypes.Structure):
@@ -121,6 +144,10 @@ class NoiseJob(ctypes.Structure):
         *((name, ctypes.c_float) for name in ("gain", "grid", "times")),
         *(("is_double", ctypes.c_int), ("factor", ctypes.c_double)),
     )
+
+
+#: A job, and the arrays whose addresses it holds.
+Prepared = tuple[NoiseJob, tuple[Any, ...]]
 
 
 def _address(numbers: ctypes.Array[ctypes.c_float] | None) -> int | None:
