@@ -215,7 +215,7 @@ class UnitNormals:
         found = torch.zeros(1, count, self.width)
         for i in range(count):
             found[0, i, self.first + i] = 2.0**20
-        return found.view(1, -1), torch.zeros(1, count * self.width)
+        return found.view(1, -1), torch.zeros(1, self.width)
 
 
 def lazy_covariance(recipe, touches: list[int], *, steps: int) -> np.ndarray:

@@ -39,7 +39,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.noise.gaussian import ANGLE_DIGITS, HALF, MIDDLE_DIGIT, RADIUS_DIGITS
+from noshuffle.noise.gaussian import ANGLE_DIGITS, MIDDLE_DIGIT, RADIUS_DIGITS
 
 #: The grid as a power of two below the noise.
 BITS = 10
@@ -65,12 +65,13 @@ def grids_so_far(spreads: Iterable[float]) -> list[float]:
 
 
 def jitters_(out: Tensor, *, words: Tensor, step: float) -> None:
-    """out = step·U from the words of the newest row (both tiles × 1024)."""
-    digits = (words[:, :HALF] << 7 & RADIUS_DIGITS) | (words[:, HALF:] << 15 & ANGLE_DIGITS)
+    """out = step·U from the words of the newest row (both tiles × 1024, or blocks × 4)."""
+    half = words.shape[1] // 2
+    digits = (words[:, :half] << 7 & RADIUS_DIGITS) | (words[:, half:] << 15 & ANGLE_DIGITS)
     # The coin as the digits of a number between g and 2g, which has the bits of g in front.
     bits = digits | (MIDDLE_DIGIT | int(np.float32(step).view(np.int32)))
-    torch.sub(bits.view(torch.float32), 1.5 * step, out=out[:, :HALF])
-    torch.neg(out[:, :HALF], out=out[:, HALF:])
+    torch.sub(bits.view(torch.float32), 1.5 * step, out=out[:, :half])
+    torch.neg(out[:, :half], out=out[:, half:])
 
 
 def jitter(radius: int, angle: int, *, step: float) -> float:

@@ -103,6 +103,7 @@ class LazyNoise(OneOwner):
             source,
             name=name,
             count=(d + 1) * self._width,
+            coins=self._width,
             rows=self.start + self.shape[0],
             device=self._device,
         )
@@ -276,7 +277,7 @@ class LazyNoise(OneOwner):
         self._is_broken = False
         # An element is rounded once, by the coins of its first normal.
         noise, grid = moved[:, d].mul_(self.scale).float(), self._grid_at(step)
-        add_on_grid_(onto, noise, jitters=coins[:, : self._width] * grid, step=grid)
+        add_on_grid_(onto, noise, jitters=coins * grid, step=grid)
         return onto
 
     def check_table(self, table: Tensor) -> None:

@@ -37,12 +37,21 @@ from noshuffle.noise.words import aes_encryptor
 class RowDraws:
     """Draws `count` standard normals for any rows of a table of `rows` rows.
 
+    Coins are made for the first `coins` numbers of a row, or for all.
+
     Guarantees: no two (row, step) share a generator input, nor does any of them with a tensor of a
     `NoiseStream` under the same key; rows and steps beyond their counter fields are refused.
     """
 
     def __init__(
-        self, source: Source, *, name: str, count: int, rows: int, device: torch.device | str
+        self,
+        source: Source,
+        *,
+        name: str,
+        count: int,
+        rows: int,
+        device: torch.device | str,
+        coins: int | None = None,
     ) -> None:
         if not name or "\0" in name:
             raise InvalidInput(f"name must be a string without NUL characters, got {name!r}")
@@ -53,6 +62,7 @@ class RowDraws:
         ]
         self._source.check_names([name, f"{name}\0lazy"])
         self._count, self._blocks = count, -(-count // 4)
+        self._coins = count if coins is None else coins
         self._field = FIELD if self._source.kind == "philox" else 2**62
         if rows * self._blocks > self._field:
             raise InvalidInput(
@@ -76,8 +86,8 @@ class RowDraws:
     ) -> tuple[Tensor, Tensor]:
         """Float32 normals of shape (len(rows), count), or the `first` of them in each row.
 
-        `rows` are row numbers of the whole table. With as many coins between −½ and ½ that their
-        words have to spare (`grid`).
+        `rows` are row numbers of the whole table. With the coins between −½ and ½ that the words
+        of the first of them have to spare (`grid`).
         """
         count = self._count if first is None else first
         if not 0 <= step < self._field or not 0 <= count <= self._count:
@@ -95,17 +105,22 @@ class RowDraws:
         tiles = -(-used // BLOCKS)
         words_fn = self._aes if self._source.kind == "aes" else self._philox
         words = words_fn(blocks, step, tiles * BLOCKS)
+        tossed = min(count, self._coins)
+        heads = words.view(-1, 4)[:used].view(len(rows), per_row, 4)[:, : -(-tossed // 4)]
+        heads = heads.reshape(-1, 4)
+        coins = torch.empty(heads.shape, dtype=torch.float32, device=words.device)
+        jitters_(coins, words=heads, step=1.0)
+        coins = coins.view(len(rows), -1)[:, :tossed]
         # Radii of all blocks into the first halves of tiles, angles into the second, and back; two
         # words at a time, as one long.
         longs = words.view(torch.int64).view(tiles, BLOCKS, 2)
         words = longs.transpose(1, 2).contiguous().view(torch.int32).view(tiles, TILE)
-        found = torch.empty((2, tiles, TILE), dtype=torch.float32, device=words.device)
-        normals_(found[0], words=words)
-        jitters_(found[1], words=words, step=1.0)
-        longs = found.view(torch.int64).view(2, tiles, 2, BLOCKS)
-        found = longs.transpose(2, 3).contiguous().view(torch.float32).view(2, -1)[:, : 4 * used]
-        found = found.view(2, len(rows), 4 * per_row)[:, :, :count].to(self._device)
-        return found[0], found[1]
+        found = torch.empty((tiles, TILE), dtype=torch.float32, device=words.device)
+        normals_(found, words=words)
+        longs = found.view(torch.int64).view(tiles, 2, BLOCKS)
+        found = longs.transpose(1, 2).contiguous().view(torch.float32).view(-1)[: 4 * used]
+        found = found.view(len(rows), 4 * per_row)[:, :count]
+        return found.to(self._device), coins.to(self._device)
 
     def _aes(self, blocks: Tensor, step: int, size: int) -> Tensor:
         """Words of the blocks, then zeros, `size` blocks in all."""
