@@ -31,9 +31,10 @@ from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_d
 from noshuffle.clipping.rules import affine, rule
 from noshuffle.clipping.shared_copies import copy_of
 
-#: Windows of fewer numbers are quickly written down, and their gradients where they are small: a
-#: step of the CNN of `step_gpu`, with a weight of 2¹³, takes 0.374 ms then, and 0.399 by kernels.
-FEWEST_WINDOWS, FEWEST_BY_WEIGHT, LEAST_WEIGHT = 2**24, 2**19, 2**14
+#: Windows of fewer numbers are quickly written down, and their gradients where weights are small,
+#: or weights times windows: the CNN of `step_gpu`, with 2¹³ and 2²¹ numbers, takes 0.374 ms a step
+#: with them written out and 0.399 by kernels; more would take memory.
+FEWEST_WINDOWS, FEWEST_BY_WEIGHT, LEAST_WEIGHT, LEAST_WORK = 2**24, 2**19, 2**13, 3 * 2**33
 #: Positions of one example, in all of its pictures, that tables are made for.
 MOST_POSITIONS = 2**20
 _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
@@ -224,10 +225,13 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     if max(g.numel(), x.numel()) // max(1, size) >= most:
         return False
     weight = layer.weight.numel()
+    windowed = len(x) * x.shape[1] * taps * places
     # In pairs a product is three, and small gradients are sooner written out.
-    is_heavy = size * weight >= FEWEST_WINDOWS if _is_paired(g) else weight >= LEAST_WEIGHT
+    is_heavy = size * weight >= FEWEST_WINDOWS
+    if not _is_paired(g):
+        is_heavy = weight >= LEAST_WEIGHT and weight * windowed >= LEAST_WORK
     fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
-    if x.dtype is torch.float64 or len(x) * x.shape[1] * taps * places < fewest:
+    if x.dtype is torch.float64 or windowed < fewest:
         return False
     if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
