@@ -203,16 +203,12 @@ class OuterGradient(GradientForm):
         return t > 1 and cost * i * o <= t * (i + o)
 
     @property
-    def has_one_step(self) -> bool:
-        return self.a.shape[1] == 1
-
-    @property
     def lost(self) -> float:
         """What may be rounded away when factors go into a gradient of one step."""
         return roundoff(self.g) if self.g.is_cuda or self.g.dtype in HALF else 0.0
 
     def squares(self) -> Tensor:
-        if self.has_one_step:
+        if self.a.shape[1] == 1:
             size, lost = (_reach(self.a) * _reach(self.g))[:, 0], self.lost
             return (size if lost == 0.0 else size * (1.0 + lost)).square()
         if self.is_small():
@@ -228,7 +224,8 @@ class OuterGradient(GradientForm):
     def total(self, factors: Tensor) -> Tensor:
         if self.written:
             return DenseGradient(self.written[0]).total(factors)
-        return self._cut(weighted(self.g, self.a, factors))
+        product = weighted(self.g, self.a, factors)
+        return product if product.shape == self.shape else self._cut(product)
 
     def _cut(self, product: Tensor) -> Tensor:
         """The product without what `aligned` added, as the parameter lies."""
@@ -343,7 +340,7 @@ def take_squares_of_rows(forms: Iterable[Sequence[GradientForm]]) -> None:
     the host that hands it over: two operations a form and ten for all, where it would be ten each.
     """
     alone = (own[0] for own in forms if len(own) == 1)
-    rows = [f for f in alone if type(f) is OuterGradient and f.has_one_step]
+    rows = [f for f in alone if type(f) is OuterGradient and f.a.shape[1] == 1]
     rows = [form for form in rows if "square" not in form.__dict__]
     sides = [form.a for form in rows] + [form.g for form in rows]
     if len(rows) < 2 or len({(t.dtype, t.device, t.shape[0]) for t in sides}) > 1:

@@ -125,7 +125,7 @@ class _Recorder:
             if parameter is not None:
                 kept.append((parameter, form))
                 if is_alone and parameter.requires_grad and not isinstance(form, DenseGradient):
-                    if type(form) is not OuterGradient or not form.has_one_step:
+                    if type(form) is not OuterGradient or form.a.shape[1] != 1:
                         _ = form.square  # those are taken together (`take_squares_of_rows`)
                     of = [t for t in vars(form).values() if isinstance(t, Tensor)]
                     self.read += [(name, t, stamp(t)) for t in of]
