@@ -185,6 +185,24 @@ def test_a_batch_that_was_seen_is_stopped_at_the_next_part(elsewhere):
     assert private.steps_released == 1
 
 
+def test_a_part_that_came_twice_ends_the_step_whoever_catches_the_refusal(elsewhere):
+    """It is refused when the next part comes: its sum was made, and went out with the others."""
+    private = make()
+    (x, y, _), (more, other, _) = batches()[:2]
+
+    def in_four_parts():
+        with private.accumulate() as step:
+            step.add(LOSS, (x, y))
+            step.add(LOSS, (x, y))
+            for rows in (slice(0, 2), slice(2, 4)):
+                with pytest.raises(ParticipationViolation, match="count twice"):
+                    step.add(LOSS, (more[rows], other[rows]))
+
+    with pytest.raises(ParticipationViolation, match="count twice"):
+        in_four_parts()
+    assert private.steps_released == private._parts.noise.step == 0
+
+
 @pytest.mark.parametrize("is_last", [True, False])
 def test_a_part_that_failed_is_not_passed_over(is_last):
     private = make()

@@ -283,13 +283,15 @@ class Step:
     def _settle(self) -> None:
         """Wait for a fingerprint that is on its way, and have leave for the batch with it where
         that was the last part (or called so)."""
-        if (coming := self._coming) is not None:
-            self._coming = None
-            if coming.found is None:
-                return  # it failed, and is in no sum
+        coming = self._coming
+        if coming is None:
+            return
+        if coming.found is not None:  # else it failed, and is in no sum
+            # Its sum is made: until it has its name, nobody may add to the step or release it.
             self._name_part(coming.found(), rows=coming.rows)
-            if coming.is_last:
-                self._admission = self._admit(is_partial=False)
+        self._coming = None
+        if coming.found is not None and coming.is_last:
+            self._admission = self._admit(is_partial=False)
 
     def _admit(self, *, is_partial: bool) -> Admission:
         """Leave for everything that was added so far."""
