@@ -35,8 +35,6 @@ from noshuffle.training.untraced import never_traced
 _MARK = "_is_in_private_step"
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-#: Untraced methods by name, as compiled code has to call them (from the first `guard` on).
-_outside: dict[str, Callable[..., Any]] = {}
 
 
 def untraced(method: _Method) -> _Method:
@@ -44,13 +42,12 @@ def untraced(method: _Method) -> _Method:
 
     Ledger, keys and hooks are nothing to compile: torch 2.13 ended in a RecursionError over them.
     """
-    name = method.__qualname__
-    _outside[name] = method
+    outside = never_traced(method)
 
     @wraps(method)
     def plain(*args: Any, **options: Any) -> Any:
         if torch.compiler.is_dynamo_compiling():  # a constant of what is traced
-            return _outside[name](*args, **options)
+            return outside(*args, **options)
         return method(*args, **options)
 
     return plain  # type: ignore[return-value]
@@ -144,9 +141,6 @@ def guard(
     Guarantees: `step()` of either outside `at_work` raises before any parameter is moved, for
     optimizers that are torch's or derived from them.
     """
-    for name, method in _outside.items():
-        if not hasattr(method, "_torchdynamo_disable"):
-            _outside[name] = never_traced(method)
     release = keep_to_owner(owner, optimizer, parameters)
     register: Any = getattr(optimizer, "register_step_pre_hook", None)
     if register is None:
