@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_flatten
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.looks import next_full
-from noshuffle.clipping.objective import Criterion
+from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys
@@ -236,7 +236,9 @@ class Programs:
                     captures=self.captures,
                     moving=self._moving,
                 )
-                program.stage(tree_flatten(batch)[0], size)
+                # Trials take rows of these buffers: zeros cannot be taken to extremes.
+                full = take(batch, torch.arange(self.capacity, device="cpu") % size)
+                program.stage(tree_flatten(full)[0], self.capacity)
                 program.weigh(size, None)
                 program.stage_units(size, None, np.arange(size) // 2)
                 with put_back_after(self.parts.model):  # its runs are trials, not steps
