@@ -183,6 +183,18 @@ def test_sizes_of_secret_draws_are_not_written_down():
     assert not any("part_rows" in name for name in private.ledger.bound())
 
 
+@pytest.mark.parametrize("planned", [1, 2, 3, 8, 513, 1000])
+def test_every_size_of_secret_draws_has_a_program(planned):
+    """Or the first ones to come would have them: others in a resumed run, which differed."""
+    rule = Poisson(steps=12, rate=0.25)
+    private = make(compiled=True, rule=rule, strategy=identity(), batch_size=planned)
+    private.compiled.capacity = 2 * planned
+    sums = private._part_sums()
+    padded = [sums._rows_for(size) for size in range(1, 2 * planned + 1)]
+    assert all(rows >= size for size, rows in enumerate(padded, start=1))
+    assert len(set(padded)) <= sums.most
+
+
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 def test_users_and_rows_that_are_not_finite(reduce, bad):

@@ -10,7 +10,7 @@ batch is durable before its noise is used. A part is padded with rows of weight 
 a program, which follow from the first parts that came; the ledger names them (and the form of the
 sum, `choice`), so that a resumed run adds up the same bits. Sizes of secret draws are not written
 down: those of sampled plans are padded to the largest batch of the compiled step, or to the planned
-one, or to a half, a quarter, … of that. A part that no program takes is summed by the engine.
+one, or to a half, …, a sixteenth of that. A part that no program takes is summed by the engine.
 
 The total is not what is given out as the gradient, as code of the user runs between parts. State:
 the programs; the total of the step in the making, zero outside of one.
@@ -47,6 +47,11 @@ from noshuffle.training.step_parts import Parts
 FACT = "part_rows"
 #: So many programs for parts of one kind: the usual rows, larger ones, few.
 MOST_SIZES = 3
+#: Programs of all kinds.
+MOST_PROGRAMS = 2 * MOST_SIZES
+#: Secret draws have, with the planned rows and the largest, a program for every size: where some
+#: were left without, other sizes than before would be after a restart, and add up other bits.
+HALVINGS = MOST_PROGRAMS - 2
 #: Rows of the smallest program: of one example alone nobody could tell whether examples mix.
 FEWEST = 2
 #: A part is padded to less than so many times its rows while there is a program left for it.
@@ -61,7 +66,7 @@ class PartSums(Programs):
     The total belongs to one step at a time, and is zero when the next one begins.
     """
 
-    most = 2 * MOST_SIZES
+    most = MOST_PROGRAMS
 
     def __init__(self, compiled: Compiled) -> None:
         parts = compiled.parts
@@ -192,7 +197,9 @@ class PartSums(Programs):
             rows = int(self.parts.planned_batch)
             if size > rows:
                 return self.compiled.capacity
-            while max(size, FEWEST) <= (half := -(-rows // 2)) < rows:
+            for _ in range(HALVINGS):
+                if max(size, FEWEST) > (half := -(-rows // 2)):
+                    break
                 rows = half
             return rows
         size = max(size, FEWEST)
