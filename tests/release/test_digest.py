@@ -66,6 +66,14 @@ def test_words_are_the_bytes():
     assert words(torch.tensor([1 + 2j])).tolist() == words(torch.tensor([1.0, 2.0])).tolist()
 
 
+def test_a_single_number_may_have_any_stride():
+    """That of `torch.tensor(3).expand(1)`, the label of a batch of one, is zero."""
+    wide = torch.tensor(3).expand(1)
+    assert wide.stride() == (0,)
+    assert words(wide).tolist() == [3, 0]
+    assert of_tensors([wide], b"s") == of_tensors([torch.tensor([3])], b"s")
+
+
 def test_order_and_place_count_and_trailing_zeros_do_not():
     g = torch.Generator().manual_seed(0)
     x = torch.randn(5000, generator=g)

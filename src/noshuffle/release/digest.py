@@ -80,6 +80,7 @@ def width(value: Tensor) -> int:
 def words(value: Tensor) -> Tensor:
     """The words of a tensor, as int64 in [0, 2³²)."""
     flat = value.detach().contiguous().reshape(-1)
+    flat = flat.as_strided(flat.shape, (1,))  # a single number may have any stride
     flat = torch.view_as_real(flat).reshape(-1) if flat.is_complex() else flat
     size = width(flat)
     return flat.view(_SIGNED[size]).long() & _MASKS[size]
