@@ -4,10 +4,11 @@
 
 B (`feature_bound`) bounds every row in the norm of order `order` (2, or infinity for the l1
 geometry) of its entries, or of other `parts` (groups, singular values: `optim.norms`), Y
-(`label_bound`) the labels, R (`radius`) the weights in the dual norm where a bound on φ' needs one.
-Then the data part of a gradient is at most `lipschitz` = |φ'|·B in the norm of the rows, and it
-changes with w by at most `smoothness` = φ''·B² per unit. The ridge is no function of
-the data: it cancels in every difference of neighbours and is left out of both numbers.
+(`label_bound`) the labels, which begin at `least_label` where a bound on φ' needs that, R
+(`radius`) the weights in the dual norm where it needs one. Then the data part of a gradient is at
+most `lipschitz` = |φ'|·B in the norm of the rows, and it changes with w by at most `smoothness` =
+φ''·B² per unit. The ridge is no function of the data: it cancels in every difference of neighbours
+and is left out of both numbers.
 
 `losses` has the ones that are built in; `require` is what solvers ask of them. No state.
 
@@ -52,6 +53,7 @@ class Loss:
     curvature_bound: float
     feature_bound: float = 1.0
     label_bound: float = 1.0
+    least_label: float = -math.inf
     order: float = 2.0
     parts: Decomposition = ENTRIES
     radius: float = math.inf
@@ -156,8 +158,13 @@ class Loss:
             )
         if self.is_classifier and not np.all(np.abs(y) == 1):
             raise InvalidInput(f"labels of {self.name} must be -1 or 1, got others")
-        if not np.all(np.abs(y) <= self.label_bound * (1 + SLACK)):
-            raise InvalidInput(f"labels must be within ±{self.label_bound:g}, got larger or NaN")
+        least = max(self.least_label, -self.label_bound)
+        slack = SLACK * self.label_bound
+        if not np.all((least - slack <= y) & (y <= self.label_bound + slack)):
+            raise InvalidInput(
+                f"labels of {self.name} must lie within [{least:g}, {self.label_bound:g}], got "
+                "others; clip them, one by one"
+            )
         return x, y
 
 

@@ -10,14 +10,14 @@
     huber           Huber's function of s − y    h                  1               yes
     absolute        |s − y|                      1                  not smooth      yes
     quantile        (y − s)(q − [y < s])         max(q, 1 − q)      not smooth      yes
-    poisson         e^s − ys, linear from 0 on   1                  1               yes
-    gamma           s + y·e^{−s}, linear to ln a max(1, 1/a − 1)    1/a             yes
+    poisson         e^s − ys, linear from 0 on   max(1, Y)          1               yes
+    gamma           s + y·e^{−s}, linear to ln a max(1, Y/a − 1)    Y/a             yes
     linear          s                            1                  0               yes
     sigmoid         1/(1 + e^{ys})               1/4                √3/18           no, smooth
     phase           |s² − y|                     2·B·R              not smooth      2B²-weakly
 
-The two with a logarithmic link have labels within [0, 1] and [a, 1] and predict e^s: beyond the
-largest (below the smallest) label they go on as a line, so that their slopes are bounded.
+The two with a logarithmic link have labels within [0, Y] and [a, Y] and predict e^s: beyond 1
+(below the smallest label a) they go on as a line, so that their slopes are bounded.
 
 B (`feature_bound`) bounds the rows, Y (`label_bound`) the labels, R (`radius`) the weights; what
 follows from them for a gradient stands in `loss_record`, whose names can be had from here too.
@@ -192,25 +192,33 @@ def quantile(*, level: float = 0.5, **bounds: Any) -> Loss:
     )
 
 
-poisson = partial(
-    Loss,
-    name="poisson",
-    slope_bound=1.0,
-    curvature_bound=1.0,
-    value_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) + np.maximum(s, 0.0) - y * s,
-    slope_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) - y,
-    curvature_fn=lambda s, y: np.where(s <= 0, np.exp(np.minimum(s, 0.0)), 0.0) + 0 * y,
-)
+def poisson(*, label_bound: float = 1.0, **bounds: Any) -> Loss:
+    """The Poisson deviance with a logarithmic link, for labels within [0, label_bound]."""
+    positive(label_bound=label_bound)
+    return Loss(
+        name="poisson",
+        slope_bound=max(1.0, label_bound),
+        curvature_bound=1.0,
+        label_bound=label_bound,
+        least_label=0.0,
+        value_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) + np.maximum(s, 0.0) - y * s,
+        slope_fn=lambda s, y: np.exp(np.minimum(s, 0.0)) - y,
+        curvature_fn=lambda s, y: np.where(s <= 0, np.exp(np.minimum(s, 0.0)), 0.0) + 0 * y,
+        **bounds,
+    )
 
 
-def gamma(*, least: float, **bounds: Any) -> Loss:
-    """The gamma deviance with a logarithmic link, for labels within [least, 1]."""
+def gamma(*, least: float, label_bound: float = 1.0, **bounds: Any) -> Loss:
+    """The gamma deviance with a logarithmic link, for labels within [least, label_bound]."""
     open_unit(least=least)
+    positive(label_bound=label_bound)
     low = math.log(least)
     return Loss(
         name="gamma",
-        slope_bound=max(1.0, 1 / least - 1),
-        curvature_bound=1 / least,
+        slope_bound=max(1.0, label_bound / least - 1),
+        curvature_bound=label_bound / least,
+        label_bound=label_bound,
+        least_label=least,
         value_fn=lambda s, y: (
             s + y * (np.exp(-np.maximum(s, low)) + np.maximum(low - s, 0.0) / least)
         ),

@@ -101,6 +101,28 @@ def test_data_beyond_the_bounds_is_refused(rows, labels) -> None:
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize(
+    ("loss", "least"),
+    [
+        (losses.poisson(), 0.0),
+        (losses.poisson(label_bound=5.0), 0.0),
+        (losses.gamma(least=0.1), 0.1),
+        (losses.gamma(least=0.1, label_bound=4.0), 0.1),
+    ],
+)
+def test_labels_of_logarithmic_links_keep_slopes_within_their_bound(loss, least) -> None:
+    x, s = np.zeros((2, 1)), np.linspace(-9, 9, 500)
+    for label in (least, loss.label_bound):
+        loss.check(x, np.full(2, label))
+        assert np.abs(loss.slope_fn(s, np.full(500, label))).max() <= loss.slope_bound
+        assert np.abs(loss.curvature_fn(s, np.full(500, label))).max() <= loss.curvature_bound
+    for label in (least - 0.01, -loss.label_bound, loss.label_bound + 0.01, math.nan):
+        with pytest.raises(InvalidInput, match="labels of"):
+            loss.check(x, np.array([loss.label_bound, label]))
+        with pytest.raises(InvalidInput, match="labels of"):
+            dp_gd(loss, x, np.array([loss.label_bound, label]), epsilon=1.0, delta=1e-6)
+
+
 DOMAINS = [Ball(1.5), Box(0.7), L1Ball(1.2), Simplex(1.3), LpBall(1.1, 1.3), LpBall(0.9, 5.0)]
 
 

@@ -127,7 +127,7 @@ def _table(loss: Loss, n: int, d: int, domain: Domain) -> tuple[Array, Array]:
         chance = 1 / (1 + np.exp(-np.clip(2 * scores / max(scores.std(), 1e-12), -30, 30)))
         return x, np.where(draws.random(n) < chance, 1.0, -1.0)
     noisy = scores + 0.1 * scores.std() * draws.normal(size=n)
-    return x, np.clip(noisy, -loss.label_bound, loss.label_bound)
+    return x, np.clip(noisy, max(-loss.label_bound, loss.least_label), loss.label_bound)
 
 
 def _minimum(loss: Loss, x: Array, y: Array, domain: Domain) -> Array:
