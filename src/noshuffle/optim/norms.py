@@ -33,12 +33,13 @@ import math
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 from functools import cached_property
+from numbers import Real
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.errors import InvalidInput, whole
+from noshuffle.errors import InvalidInput, instance_of, whole
 
 Array = NDArray[np.float64]
 #: Puts new sizes (they may be negative) to the directions of the vector that was split.
@@ -179,8 +180,10 @@ class Norm:
     parts: Decomposition = ENTRIES
 
     def __post_init__(self) -> None:
+        instance_of(Real, **{"the order of a norm": self.p})
         if not self.p >= 1:  # also refuses NaN
             raise InvalidInput(f"the order of a norm must be at least 1, got {self.p!r}")
+        instance_of(Decomposition, parts=self.parts)
 
     @property
     def q(self) -> float:

@@ -109,6 +109,15 @@ class Account(Protocol):
 ASKED = "budget_asked"
 
 
+def check_budget(budget: Account) -> None:
+    """Refuse what no run can draw on."""
+    if not hasattr(budget, "open"):
+        raise InvalidInput(
+            f"budget must be a noshuffle.Budget, got {type(budget).__name__}; open one that is "
+            "there with noshuffle.Budget(folder), or begin it with epsilon= and delta="
+        )
+
+
 def enter(
     budget: Account | None,
     plan: Plan,
@@ -129,11 +138,7 @@ def enter(
                 "release more than was charged; give budget="
             )
         return None
-    if not hasattr(budget, "open"):
-        raise InvalidInput(
-            f"budget must be a noshuffle.Budget, got {type(budget).__name__}; open one that is "
-            "there with noshuffle.Budget(folder), or begin it with epsilon= and delta="
-        )
+    check_budget(budget)
     if folder is not None and origin is None:
         # Before the charge: a folder whose run the limit refused must not go on without it.
         ledger.bind(ASKED, budget.name)

@@ -33,7 +33,7 @@ import numpy as np
 
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.convex.solvers.updates import UpdateRule
+from noshuffle.convex.solvers.updates import UpdateRule, check_rule
 from noshuffle.errors import InvalidInput, one_of, positive, whole
 from noshuffle.strategies import identity
 
@@ -55,6 +55,8 @@ def dp_gd(
     needed for it (only for the rate). Step sizes come from public numbers.
     """
     problem.require("DP-GD", convex=False)
+    if rule is not None:
+        check_rule(rule)
     loss = problem.loss
     is_plain = output is None and rule is None and learning_rate is None and loss.is_convex
     output = "average" if output is None else output

@@ -30,7 +30,7 @@ import numpy as np
 
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.convex.solvers.updates import Sgd, UpdateRule
+from noshuffle.convex.solvers.updates import Sgd, UpdateRule, check_rule
 from noshuffle.errors import one_of, unit_rate, whole
 from noshuffle.participation import Poisson
 
@@ -60,6 +60,7 @@ def dp_sgd(
     if rule is None:
         spread = loss.lipschitz**2 * (1 + 1 / expected) + d * deviation**2
         rule = Sgd(problem.radius / math.sqrt(steps * spread))
+    check_rule(rule)
     release = problem.sums(plan.strategy, steps=steps, scale=deviation)
     w, average, state = problem.start(), np.zeros(d), rule.init(d)
     for _ in range(steps):

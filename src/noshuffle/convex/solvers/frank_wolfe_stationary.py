@@ -51,7 +51,8 @@ def frank_wolfe_stationary(
     """
     is_polytope = problem.domain.is_polytope
     planned = schedule(rows=problem.n, dimension=problem.d, mu=problem.mu, is_polytope=is_polytope)
-    steps, rate = steps or planned[0], rate or planned[1]
+    steps = planned[0] if steps is None else steps
+    rate = planned[1] if rate is None else rate
     inner = frank_wolfe_poly if is_polytope else frank_wolfe_noisy
     run = inner.on(problem, steps=steps, rate=rate, convex=False)
     if run.iterates is None:

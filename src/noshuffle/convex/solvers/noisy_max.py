@@ -30,7 +30,7 @@ from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
 from noshuffle.noise.laws import KeyedDraws
-from noshuffle.release.account import Account
+from noshuffle.release.account import Account, check_budget
 from noshuffle.release.facts import OTHER_RUNS
 from noshuffle.statement import PrivacyStatement
 
@@ -112,6 +112,7 @@ def noisy_max(
         notes=tuple(said),
     )
     if budget is not None:
+        check_budget(budget)
         charge = budget.open("noisy_max", statement)
         charge.settle(statement)
         statement = statement.counted_in(charge.words(), OTHER_RUNS)

@@ -42,7 +42,7 @@ from noshuffle.convex.solvers.domains import Everywhere
 from noshuffle.convex.solvers.generalized_gaussian import deviation, releaser, shape_of, spending
 from noshuffle.convex.solvers.mirror_step import MirrorStep
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import InvalidInput, positive, whole
+from noshuffle.errors import InvalidInput, instance_of, positive, whole
 from noshuffle.optim.norms import Norm
 
 _SINGLE = "each row is read in one of the phases only, in any order"
@@ -143,9 +143,11 @@ def phased_mirror_descent(
     must be bounded in the dual norm. Every iterate lies in the domain.
     """
     loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
-    given = mirror_norm("phased mirror descent", norm or Norm(p))
+    given = mirror_norm("phased mirror descent", Norm(p) if norm is None else norm)
     problem.require("phased mirror descent", rows=given.dual, convex=prox is None)
     norm = given.regular(d)
+    if prox is not None:
+        instance_of(Prox, prox=prox)
     if prox is not None and (norm.p != 2 or prox.convexify < loss.weak_convexity):
         raise InvalidInput("a prox term needs p = 2 and convexify of at least the weak convexity")
     if radius is None:
@@ -199,6 +201,7 @@ def phased_mirror_descent(
 
 def mirror_norm(solver: str, norm: Norm) -> Norm:
     """A norm whose square makes a strongly convex ψ."""
+    instance_of(Norm, norm=norm)
     if not 1 <= norm.p <= 2:
         raise InvalidInput(f"{solver} needs a norm of order 1 <= p <= 2, got {norm.p!r}; take 2")
     return norm

@@ -34,6 +34,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, update_wrapper
 from itertools import count
+from numbers import Real
 from typing import Any
 
 import numpy as np
@@ -50,13 +51,13 @@ from noshuffle.convex.solvers.base import (
     table_sentences,
 )
 from noshuffle.convex.solvers.domains import Domain, Everywhere
-from noshuffle.errors import open_unit, positive
+from noshuffle.errors import instance_of, open_unit, positive
 from noshuffle.noise import Source, new_key, test_source
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.optim.norms import Norm
 from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.account import Account, Charge
+from noshuffle.release.account import Account, Charge, check_budget
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.release.release import Release
 from noshuffle.strategies import Strategy, identity
@@ -104,12 +105,15 @@ class Problem:
     ) -> Problem:
         """A problem whose data keeps the bounds of its loss, and a key for it."""
         contribution(neighbours)  # refuses neighbours that would shift the batches
+        place = Everywhere() if domain is None else domain
+        instance_of(Domain, domain=place)
         x, y = loss.check(rows, labels)
         positive(epsilon=epsilon)
+        instance_of(Real, delta=delta)
         if delta != 0:  # pure ε, for solvers that have it
             open_unit(delta=delta)
         source = source_of(test_seed)
-        place, draws = domain or Everywhere(), KeyedDraws(source, name="draws")
+        draws = KeyedDraws(source, name="draws")
         return cls(loss, x, y, place, epsilon, delta, neighbours, source, draws)
 
     def require(self, solver: str, *, rows: Norm | float = 2.0, **conditions: bool) -> None:
@@ -229,6 +233,7 @@ class Problem:
         pure ε. Where the proof is another, the rest is asked for before anything leaves."""
         if account is None:
             return None
+        check_budget(account)
         record: dict[str, Any] = {"mu": self.mu} if self.delta else {"epsilon": self.epsilon}
         said = self.solution(np.empty(0), {}, sensitivity=1.0, noise=1.0, mechanism=name, **record)
         return account.open(name, said.statement)

@@ -36,6 +36,15 @@ class UpdateRule(Protocol):
     def update(self, g: Array, state: State, w: Array) -> tuple[Array, State]: ...
 
 
+def check_rule(rule: UpdateRule) -> None:
+    """Refuse what is no update rule."""
+    if not all(callable(getattr(rule, name, None)) for name in ("init", "update")):
+        raise InvalidInput(
+            f"rule must have the methods init and update, got {type(rule).__name__}; take one of "
+            "noshuffle.convex.solvers.updates, as in Sgd(0.1)"
+        )
+
+
 @dataclass(frozen=True)
 class Sgd:
     """Heavy-ball SGD."""

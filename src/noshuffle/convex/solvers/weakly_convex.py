@@ -33,11 +33,17 @@ import numpy as np
 
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.convex.solvers.base import ONE_PASS, Solution, split
-from noshuffle.convex.solvers.generalized_gaussian import deviation, releaser, shape_of, spending
+from noshuffle.convex.solvers.generalized_gaussian import (
+    NOISES,
+    deviation,
+    releaser,
+    shape_of,
+    spending,
+)
 from noshuffle.convex.solvers.mirror_step import MirrorStep
 from noshuffle.convex.solvers.phased import Prox, mirror_norm, phased_mirror_descent
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.errors import Unsupported, one_of, whole
+from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.optim.norms import Norm
 
 
@@ -67,7 +73,8 @@ def weakly_convex(
     data (or by another private release, to be added up).
     """
     one_of(("random", "last"), output=output)
-    given = mirror_norm("the proximal scheme", norm or Norm(p))
+    one_of(NOISES, noise=noise)
+    given = mirror_norm("the proximal scheme", Norm(p) if norm is None else norm)
     problem.require("the proximal scheme", convex=False, rows=given.dual)
     loss, domain, n, d = problem.loss, problem.domain, problem.n, problem.d
     if loss.is_convex:
@@ -78,7 +85,10 @@ def weakly_convex(
     strength = 2 * loss.weak_convexity
     if strength == 0:
         raise Unsupported(f"the ridge of {loss.name} makes it convex; use dp_gd, or less ridge")
-    w = domain.project(domain.start(d) if start is None else real_array(start=start))
+    point = domain.start(d) if start is None else real_array(start=start)
+    if point.shape != (d,) or not np.isfinite(point).all():
+        raise InvalidInput(f"start must be {d} finite numbers, got shape {point.shape}, or others")
+    w = domain.project(point)
     points = [w]
     run = None
     for part in split(n, rounds):
