@@ -102,6 +102,12 @@ def test_bad_mu_and_epsilon_are_refused(bad: float) -> None:
         gaussian.delta(mu=bad, epsilon=1.0)
 
 
+def test_an_epsilon_beyond_the_range_of_numbers_is_refused_by_its_name() -> None:
+    assert math.isfinite(gaussian.mu(epsilon=1e150, delta=1e-5))
+    with pytest.raises(InvalidInput, match=r"^epsilon must be at most"):
+        gaussian.mu(epsilon=1e308, delta=1e-5)
+
+
 @pytest.mark.parametrize(
     ("mu", "delta"), [(9634.622863274148, 1.8309650849063458e-63), (8371.46, 2.2e-308), (1e5, 1e-9)]
 )

@@ -29,8 +29,10 @@ import numpy as np
 from scipy.optimize import brentq
 from scipy.special import erf, erfcx, erfinv, log_ndtr
 
-from noshuffle.errors import non_negative, open_unit
+from noshuffle.errors import InvalidInput, non_negative, open_unit
 
+#: Beyond it μ²/2 and its rounding leave the range of float64.
+MOST_EPSILON = 1e150
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
@@ -124,6 +126,8 @@ def mu(*, epsilon: float, delta: float) -> float:
     """
     non_negative(epsilon=epsilon)
     open_unit(delta=delta)
+    if epsilon > MOST_EPSILON:
+        raise InvalidInput(f"epsilon must be at most {MOST_EPSILON:g}, got {epsilon!r}")
     goal = _goal(delta)
     if epsilon == 0:
         return math.sqrt(8) * float(erfinv(delta)) * (1 - 1e-15)

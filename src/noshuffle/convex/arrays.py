@@ -50,6 +50,20 @@ def real_array(**values: Any) -> Array:
     return found.astype(np.float64, copy=False)
 
 
+def real_targets(y: Any) -> Array:
+    """Targets as float64; one that is missing in an array of objects (None) is refused, too.
+
+    scikit-learn looks for NaN before None becomes one, and one NaN would go into every sum.
+    """
+    try:
+        found = np.asarray(y, dtype=np.float64)
+    except (TypeError, ValueError):
+        raise InvalidInput("y must hold numbers, got others; leave out such rows") from None
+    if np.isnan(found).any():
+        raise InvalidInput("y must hold numbers, got missing ones; leave out such rows")
+    return found
+
+
 def check_ranges(**values: Any) -> None:
     """Refuse ranges, pairs (low, high) in rows, that are empty or that float64 cannot scale.
 

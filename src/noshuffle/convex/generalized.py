@@ -33,7 +33,7 @@ from typing import Any, ClassVar
 import numpy as np
 
 from noshuffle.convex import losses
-from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.arrays import Array, Targets, real_targets
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.progress import Accuracy, RSquared
 from noshuffle.convex.regress import PrivateRegressor
@@ -115,7 +115,7 @@ class PrivateLogRegressor(PrivateRegressor):
 
     def _targets(self, y: Any) -> Array:
         self._fitted_limits = low, high = self._limits()
-        return np.asarray(np.clip(np.asarray(y, dtype=np.float64), low, high) / high)
+        return np.asarray(np.clip(real_targets(y), low, high) / high)
 
     def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         coef, intercept = self._original_coordinates(weights)

@@ -38,7 +38,7 @@ from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
-from noshuffle.errors import InvalidInput, NoshuffleError, whole
+from noshuffle.errors import InvalidInput, NoshuffleError, instance_of, whole
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
@@ -221,6 +221,7 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
             if told != PRIVATE:
                 raise InvalidInput(f"categories must be lists or 'private', got {told!r}")
             return [None] * columns
+        instance_of((Mapping, Sequence), categories=told)
         if not isinstance(told, Mapping):
             if len(told) != columns:
                 raise InvalidInput(f"categories need a list for each of {columns} columns")

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from sklearn.utils.multiclass import check_classification_targets
 from sklearn.utils.validation import column_or_1d
 
-from noshuffle.convex.arrays import Array, check_ranges
+from noshuffle.convex.arrays import Array, check_ranges, real_targets
 from noshuffle.convex.margins import told
 from noshuffle.errors import InvalidInput
 
@@ -44,6 +44,8 @@ class ClassTargets:
         def _margins(self, x: Any, /) -> Array: ...
 
     def _take_classes(self, y: Any) -> tuple[str, ...]:
+        if self.classes is not None and np.ndim(self.classes) != 1:
+            raise InvalidInput(f"classes must be a list of all classes, got {self.classes!r}")
         self._set_classes(y if self.classes is None else self.classes)
         return () if self.classes is not None else (READ_CLASSES,)
 
@@ -85,7 +87,7 @@ class NumberTargets:
 
     def _targets(self, y: Any) -> Array:
         self._fitted_limits = low, high = self._limits()
-        clamped = np.clip(np.asarray(y, dtype=np.float64), low, high)
+        clamped = np.clip(real_targets(y), low, high)
         return np.asarray((clamped - (low + high) / 2) / ((high - low) / 2))
 
     def _limits(self) -> tuple[float, float]:
