@@ -391,6 +391,22 @@ def test_a_budget_is_its_folder(budget: Budget) -> None:
     assert json.loads((budget.folder / "budget.json").read_text())["limit"]["epsilon"] == 3.0
 
 
+def test_a_budget_stays_the_same_wherever_its_process_goes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where another folder of that name was, runs were charged to the budget in it."""
+    monkeypatch.chdir(tmp_path)
+    budget = Budget("budget", epsilon=3.0, delta=DELTA)
+    first = sums_of(budget)
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    other = Budget("budget", epsilon=3.0, delta=DELTA)
+    first.close()
+    sums_of(budget)
+    assert len(budget.entries()) == len(Budget(tmp_path / "budget").entries()) == 2
+    assert not other.entries()
+
+
 def test_sampled_runs_cost_what_their_loss_distribution_says(tmp_path: Path) -> None:
     budget = Budget(tmp_path / "b", epsilon=8.0, delta=DELTA)
     plan = Plan.fit(Poisson(200, 0.02), mechanism="identity", noise_multiplier=1.0, delta=DELTA)

@@ -33,6 +33,21 @@ def everything(path: Path) -> bytes:
     return b"".join(p.read_bytes() for p in sorted(path.rglob("*")) if p.is_file())
 
 
+def test_a_process_that_changes_its_folder_keeps_its_run_in_one_piece(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Statement and checkpoints went elsewhere, and keys that a seal says are gone stayed."""
+    monkeypatch.chdir(tmp_path)
+    private = folders.open_run(Path("run"))
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir("elsewhere")
+    folders.train(private)
+    private.close()
+    assert not (tmp_path / "run/checkpoints/key.json").exists()
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert verify(tmp_path / "run").answer == "PROVED"
+
+
 def test_a_finished_run_keeps_nothing_that_takes_its_noise_off(tmp_path: Path) -> None:
     """Who had the key and the model had the clipped sum."""
     private = folders.open_run(tmp_path / "run")

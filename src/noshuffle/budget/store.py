@@ -134,8 +134,8 @@ class Books:
 
 
 def folder_of(path: str | Path) -> Path:
-    """A folder that is there or can be made."""
-    folder = Path(path)
+    """A folder that is there or can be made; the same one after the process has gone elsewhere."""
+    folder = Path(path).absolute()
     if folder.exists() and not folder.is_dir():
         raise InvalidInput(f"a budget is kept in a folder, {folder} is a file; use another name")
     return folder

@@ -110,7 +110,7 @@ class Saveable:
         the data. To give a model away, pickle it instead.
         """
         check_is_fitted(self, "privacy_")
-        stream, path = getattr(self, "_stream", None), Path(folder)
+        stream, path = getattr(self, "_stream", None), Path(folder).absolute()
         if stream is None:
             raise InvalidInput("this model was pickled or copied and has no stream; pickle it")
         if stream.is_observed:
@@ -138,7 +138,7 @@ class Saveable:
         under keys of its own (`moved`, which used to say so, is not needed).
         """
         one_of(("refuse", "skip"), on_replay=on_replay)
-        path = Path(folder)
+        path = Path(folder).absolute()
         state = read_stream(path)
         model = pickle.loads((path / MODEL).read_bytes())
         if not isinstance(model, cls):

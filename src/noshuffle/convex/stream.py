@@ -72,7 +72,8 @@ class LearningStream(OneOwner):
             raise Unsupported("a run folder is of one plan; use fit, or give a horizon")
         self.rule, self.budget = rule, budget
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
-        self._source, self._run, self._account = source, run, account
+        self._run = None if run is None else Path(run).absolute()
+        self._source, self._account = source, account
         self.charge: Charge | None = None
         self.folder: Path | None = None
         self.skips_replays = False
@@ -112,7 +113,7 @@ class LearningStream(OneOwner):
 
     def lives_in(self, run: str | Path) -> bool:
         """Whether this is the run folder that the stream began with."""
-        return self._run is not None and Path(self._run).resolve() == Path(run).resolve()
+        return self._run is not None and self._run.resolve() == Path(run).resolve()
 
     def _begin(self) -> None:
         if self.horizon is None:

@@ -72,7 +72,8 @@ class RunFolder:
 
     def __init__(self, path: str | Path) -> None:
         instance_of((str, os.PathLike), **{"a run folder": path})
-        object.__setattr__(self, "path", Path(path))
+        # A process may change its folder while a run goes on, whose files then stay together.
+        object.__setattr__(self, "path", Path(path).absolute())
 
     @staticmethod
     def of(run: RunFolder | str | Path) -> RunFolder:
