@@ -340,6 +340,9 @@ def test_a_run_knows_that_its_budget_is_older(budget: Budget, tmp_path: Path) ->
     other = Budget(tmp_path / "other", epsilon=3.0, delta=DELTA)
     with pytest.raises(InvalidInput, match="not this"):
         sums_of(other, run=tmp_path / "run")
+    # Its forks know it too: what it cost was in neither sum.
+    with pytest.raises(VerificationFailed, match="older than the run"):
+        sums_of(Budget(tmp_path / "old"), run=fork(tmp_path / "run", tmp_path / "fork"))
 
 
 def test_limits_are_fixed(budget: Budget) -> None:

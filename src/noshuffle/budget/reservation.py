@@ -39,6 +39,7 @@ class Reservation:
     steps: int
     run: Path | None
     origin: str | None
+    parents: tuple[str, ...]
     lives: tuple[str, ...]
     released: int
     keeps_draws: bool
@@ -52,7 +53,8 @@ class Reservation:
         origin, lives = self.origin, self.lives
         with books.writing() as (events, append):
             state = BooksState.of(events)
-            known = self._found(state, limit)
+            self._check_books(state, limit)
+            known = self._found(state)
             if origin is not None and known is None and self.keeps_draws:
                 raise Unsupported(
                     f"{self.what} is a copy or an older state of a run whose units keep their "
@@ -87,18 +89,24 @@ class Reservation:
         begun = origin or (own if known is None else known.origin)
         return OpenRun(limit, books, own, begun, barred, id_secret, known_by)
 
-    def _found(self, state: BooksState, limit: SpendingLimit) -> Entry | None:
+    def _check_books(self, state: BooksState, limit: SpendingLimit) -> None:
+        """The run, and those it was forked from, are in these books if they say so."""
+        for own in filter(None, (self.origin, *self.parents)):
+            if not own.startswith(f"{limit.name}/"):
+                raise InvalidInput(
+                    f"this run draws on the budget {own.partition('/')[0]}, not this"
+                )
+            if own not in state.entries:
+                raise VerificationFailed(
+                    f"{limit.folder} does not know of a run that draws on it: the budget is older "
+                    "than the run; bring the newer one back"
+                )
+
+    def _found(self, state: BooksState) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
         origin = self.origin
         if origin is None:  # its process may have ended before its ledger heard of its place
             mine = [one for one in state.entries.values() if one.lives]
-        elif not origin.startswith(f"{limit.name}/"):
-            raise InvalidInput(f"this run draws on the budget {origin.partition('/')[0]}, not this")
-        elif origin not in state.entries:
-            raise VerificationFailed(
-                f"{limit.folder} does not know of a run that draws on it: the budget is older than "
-                "the run; bring the newer one back"
-            )
         else:
             mine = [one for one in state.entries.values() if one.origin == origin]
         known = (one for one in reversed(mine) if set(one.lives) <= set(self.lives))

@@ -91,6 +91,7 @@ class Account(Protocol):
         steps: int = 0,
         run: Path | None = None,
         origin: str | None = None,
+        parents: Sequence[str] = (),
         lives: Sequence[str] = (),
         released: int = 0,
         keeps_draws: bool = False,
@@ -99,7 +100,8 @@ class Account(Protocol):
 
         `statement` is that of the whole run, `plan` and `steps` say the same where it is sampled.
         `origin`, `lives` (the public names of its keys) and `released` (its steps on record) tell
-        a run that is resumed from a copy or an older state of it. With `keeps_draws` (see
+        a run that is resumed from a copy or an older state of it; `parents` are the origins of the
+        runs that it was forked from and that drew on this account. With `keeps_draws` (see
         `Participation`) such a copy is refused: it shares secrets with the run.
         """
         ...
@@ -154,6 +156,7 @@ def enter(
         steps=plan.steps,
         run=None if folder is None else folder.path.resolve(),
         origin=origin,
+        parents=[one.budget for one in ancestors if one not in before],
         lives=[str(life["keys"]) for life in (notes[-1:] if is_copy else notes)],
         released=ledger.released,
         keeps_draws=plan.participation.keeps_draws,
