@@ -193,6 +193,12 @@ HANDS: dict[str, Hand] = {
     "statement: a name more, of nothing": lambda p: edit_json(
         p / "statement.json", lambda r: r.update(certified=None)
     ),
+    "statement: true as 1": lambda p: edit_json(
+        p / "statement.json", lambda r: r.update(exact=int(r["exact"]))
+    ),
+    "statement: a whole number with a point": lambda p: edit_json(
+        p / "statement.json", lambda r: r.update(released_steps=float(r["released_steps"]))
+    ),
     "statement deleted": lambda p: (p / "statement.json").unlink(),
     "ledger deleted": lambda p: (p / "ledger.sqlite").unlink(),
     "facts deleted": lambda p: sql(p, ("DELETE FROM meta WHERE name = 'clip'",)),

@@ -120,6 +120,9 @@ def test_sampled_runs_verify_and_foreign_draws_do_not(tmp_path, rule):
     verdict = verify(sealed)
     assert verdict.answer == "PROVED", verdict.words()  # checked before the keys were destroyed
     assert any("secret draws of 6 steps" in line for line in verdict.checked)
+    unnamed = shutil.copytree(sealed, tmp_path / "unnamed")
+    edit_json(unnamed / "statement.json", lambda r: r.pop("mu"))  # None, but said
+    assert verify(unnamed).answer == "REFUTED"
     summed = shutil.copytree(sealed, tmp_path / "summed")  # who was drawn is in no summary
     sql(summed, ("INSERT INTO units VALUES (3, 0, 0, 1)",))
     assert verify(summed).answer == "REFUTED"

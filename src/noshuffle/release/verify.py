@@ -194,10 +194,10 @@ def _statement(found: Found, expected: dict[str, Any]) -> Iterator[str]:
         return  # said already
     if told.get("plan_hash") != plan.hash:
         yield "statement.json was written under another plan"
-    if told.get("planned_steps") != plan.steps:
+    if not _agree(told.get("planned_steps"), plan.steps):
         yield f"statement.json speaks of {told.get('planned_steps')} planned steps"
     names = (expected.keys() | told.keys()) - _BOOKKEEPING
-    if told.get("released_steps") != released:
+    if not _agree(told.get("released_steps"), released):
         names -= _BY_STEPS
         yield (
             f"statement.json covers {told.get('released_steps')} steps, the ledger has "
@@ -212,15 +212,16 @@ def _statement(found: Found, expected: dict[str, Any]) -> Iterator[str]:
                     f"statement.json does not say what its ε rests on: {stops[0]}"
                 )
                 continue
-        if name not in expected or not _agree(said, shown):
+        if name not in expected or name not in told or not _agree(said, shown):
             yield f"statement.json says {name} = {said}, the evidence says {shown}"
 
 
 def _agree(told: Any, expected: Any) -> bool:
-    """Equal; for numbers up to the last digits that another machine may round differently."""
+    """Equal, and of one kind in JSON (1 is not true); for numbers with a point up to the last
+    digits that another machine may round differently."""
     if isinstance(told, float) and isinstance(expected, float):
         return math.isclose(told, expected, rel_tol=1e-9, abs_tol=0.0)
-    return bool(told == expected)
+    return type(told) is type(expected) and bool(told == expected)
 
 
 def _not_private(found: Found) -> Iterator[str]:
