@@ -317,6 +317,16 @@ def test_edited_books_are_refused(budget: Budget, command: str) -> None:
         sums_of(budget)
 
 
+def test_a_limit_that_was_edited_in_plain_text_is_refused(budget: Budget) -> None:
+    sums_of(budget)
+    file = budget.folder / "budget.json"
+    told = json.loads(file.read_text())
+    told["limit"]["epsilon"] = 1.0
+    file.write_text(json.dumps(told))
+    with pytest.raises(VerificationFailed, match="another limit"):
+        Budget(budget.folder)
+
+
 def test_books_that_were_put_back_are_refused(budget: Budget, tmp_path: Path) -> None:
     sums_of(budget)
     shutil.copy(budget.folder / "books.sqlite", tmp_path / "old")

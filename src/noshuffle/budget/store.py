@@ -60,7 +60,7 @@ class Books:
             if last_link(db)[0] == 0:
                 self._add(db, "limit", limit)
             db.execute("COMMIT")
-            self._write_anchor(db, limit)
+            self._write_anchor(db)
 
     @contextmanager
     def reading(self) -> Iterator[Entries]:
@@ -82,7 +82,7 @@ class Books:
                 db.execute("ROLLBACK")
                 raise
             if last_link(db) != before:
-                self._write_anchor(db, events[0][1])
+                self._write_anchor(db)
 
     def _connect(self) -> sqlite3.Connection:
         db = sqlite3.connect(self.file, isolation_level=None, timeout=_PATIENCE)
@@ -100,8 +100,10 @@ class Books:
         row = (seq + 1, kind, now, data, event_link(link, kind, now, data))
         db.execute("INSERT INTO log VALUES (?, ?, ?, ?, ?)", row)
 
-    def _write_anchor(self, db: sqlite3.Connection, limit: dict[str, Any]) -> None:
+    def _write_anchor(self, db: sqlite3.Connection) -> None:
         seq, link = last_link(db)
+        (body,) = db.execute("SELECT body FROM log WHERE seq = 1").fetchone()
+        limit = json.loads(body)  # that of the books, whoever began them
         write_json(self.anchor, {"limit": limit, "rows": seq, "link": link.hex()})
 
     def _checked(self, db: sqlite3.Connection) -> Entries:
@@ -110,7 +112,7 @@ class Books:
             wrong = broken_link(db)
             events = [(e.kind, json.loads(e.body), e.time) for e in read_log(db)]
             if wrong is None:
-                wrong = self._anchored(db, len(events))
+                wrong = self._anchored(db, events)
         except (sqlite3.DatabaseError, ValueError, KeyError, TypeError, OSError) as error:
             wrong, events = f"it cannot be read ({error})", []
         if wrong is not None or not events or events[0][0] != "limit":
@@ -123,13 +125,15 @@ class Books:
             f"{self.file}: {why}; bring the budget back as it was: what was spent is not known"
         )
 
-    def _anchored(self, db: sqlite3.Connection, rows: int) -> str | None:
+    def _anchored(self, db: sqlite3.Connection, events: Entries) -> str | None:
         if not self.anchor.exists():
-            return None if rows == 1 else f"{self.anchor.name} is missing"
+            return None if len(events) == 1 else f"{self.anchor.name} is missing"
         anchor = read_json(self.anchor)
         found = db.execute("SELECT link FROM log WHERE seq = ?", (anchor["rows"],)).fetchone()
         if found is None or bytes(found[0]).hex() != anchor["link"]:
             return f"it lacks rows that {self.anchor.name} knows of"
+        if events and anchor["limit"] != events[0][1]:
+            return f"{self.anchor.name} names another limit"
         return None
 
 

@@ -155,7 +155,8 @@ class _Run:
         from noshuffle.release.folder import RunFolder
         from noshuffle.release.private_sum import PrivateSum
 
-        self.settings, self.file, self.folder = settings, file, RunFolder(path)
+        self.settings, self.file, self.path = settings, file, path
+        self.folder = RunFolder(path)
         self.is_quiet = is_quiet
         is_begun = self.folder.is_started
         steps = 0 if is_begun else settings.steps or self._count()
@@ -283,7 +284,7 @@ class _Run:
         self.sums.close()
 
     def tell(self, *, as_json: bool) -> None:
-        path, columns = self.folder.path, self.table.columns
+        path, columns = self.path, self.table.columns  # the folder as it was given
         if self.is_cut:
             print(
                 f"noshuffle: warning: the {self.plan.steps:,} planned steps are used up after "
