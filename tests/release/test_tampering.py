@@ -144,6 +144,9 @@ HANDS: dict[str, Hand] = {
         relink(p),
     ),
     "summary of units": lambda p: sql(p, ("UPDATE units SET count = 1 WHERE unit = 4",)),
+    "steps of the summary, with a space": lambda p: sql(
+        p, ("UPDATE meta SET value = value || ' ' WHERE name = 'summarised'",)
+    ),
     "two steps exchanged": lambda p: sql(
         p,
         ("UPDATE steps SET step = -1 WHERE step = 2",),

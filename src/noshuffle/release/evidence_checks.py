@@ -153,6 +153,8 @@ def steps(found: Found) -> Iterator[str]:
 def units(found: Found) -> Iterator[str]:
     """Every step again through the rules; the summary per unit follows from those it covers."""
     covered, saved = found.evidence.saved_units()
+    if found.evidence.bound().get("summarised", str(covered)) != str(covered):  # " 5", which is 5
+        yield "how many steps the summary of units covers was edited"
     if found.plan.participation.is_sampled:
         if saved:
             yield "the summary of units lists some, and secret draws have none"
