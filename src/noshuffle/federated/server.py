@@ -25,7 +25,7 @@ tensor([0.4000, 0.4000])
 Traceback (most recent call last):
     ...
 noshuffle.errors.ParticipationViolation: user 'ada' may not take part in round 2: it took part in \
-step 0 and the plan wants two 4 steps apart; leave the user out
+step 0, and with a separation of 4 it may come again from step 4 on; leave the user out
 """
 
 from __future__ import annotations

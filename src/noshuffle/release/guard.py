@@ -189,7 +189,10 @@ def why_not(participation: Participation, *, step: int, record: Record) -> str:
     assert isinstance(rule, MinSeparation)
     if count >= rule.max_participations:
         return f"it already took part {count} times and the plan allows {rule.max_participations}"
-    return f"it took part in step {last} and the plan wants two {rule.separation} steps apart"
+    return (
+        f"it took part in step {last}, and with a separation of {rule.separation} it may come "
+        f"again from step {last + rule.separation} on"
+    )
 
 
 def refuse(participation: Participation, *, step: int, ids: Ids, seen: Seen, mask: Mask) -> None:
