@@ -83,8 +83,7 @@ def test_the_ledger(
         error.sqlite_errorname = name
         raise error
 
-    module = "ledger_tables" if where == "_open" else "evidence_checks"
-    monkeypatch.setattr(f"noshuffle.release.{module}.{where}", fails)
+    monkeypatch.setattr(f"noshuffle.release.ledger_tables.{where}", fails)
     monkeypatch.setattr(shutil, "copyfile", lambda *given: None)
     assert main(["verify", str(kept)]) == 2
     told = capsys.readouterr()

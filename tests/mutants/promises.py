@@ -120,7 +120,7 @@ PROMISES = (
     ),
     Mutant(
         "the chain is not checked",
-        "release/evidence_checks.py",
+        "release/ledger_tables.py",
         "if broken is not None:",
         "if False:",
         VERIFY,
@@ -128,7 +128,7 @@ PROMISES = (
     ),
     Mutant(
         "facts beside the chain are believed",
-        "release/evidence_checks.py",
+        "release/ledger_tables.py",
         "if meta.get(name) != chained.get(name):",
         "if False:",
         VERIFY,
@@ -144,7 +144,7 @@ PROMISES = (
     ),
     Mutant(
         "rows cut from the end of a ledger are not missed",
-        "release/verify.py",
+        "release/ledger_tables.py",
         'yield f"row {rows} of the ledger is not the one that statement.json was written after"',
         "yield from ()",
         VERIFY,

@@ -9,7 +9,7 @@ import sqlite3
 import numpy as np
 import pytest
 import torch
-from tests.release.folders import edit_json, key_pair, relink, sql
+from tests.release.folders import cut, edit_json, key_pair, relink, sql
 from torch import nn
 
 from noshuffle.errors import InvalidInput, ReplayRefused, VerificationFailed
@@ -522,6 +522,36 @@ def test_a_run_whose_files_are_not_those_of_its_ledger_is_not_forked(tmp_path, c
         child.ancestors_file.write_text(kept)
         assert verify(child.path).answer == "PROVED"
         fork(child, tmp_path / "again")
+
+
+@pytest.mark.parametrize("change", ["a fact", "a row", "rows cut", "rows cut, chain anew"])
+def test_a_run_whose_ledger_was_edited_is_not_forked(tmp_path, change):
+    """Its fork was PROVED: of a test seed that was hidden, or with less ε for rows cut out."""
+    path = tmp_path / "parent"
+    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
+    sums = PrivateSum(plan, clip=1.0, shape=(), run=path, source=test_source(seed=1))
+    for i in range(4):
+        sums.add([1.0], ids=[i])
+    sums.save()
+    sums.close()
+    kept = tmp_path / "kept"
+    shutil.copytree(path, kept)
+    if change == "a fact":
+        sql(path, ("UPDATE meta SET value = 'no' WHERE name = 'test_key'",))
+    elif change == "a row":
+        sql(path, ("UPDATE steps SET batch = x'00' WHERE step = 1",))
+    else:
+        shutil.rmtree(path / "checkpoints")
+        edit(path / "statement.json", lambda r: r.update(released_steps=1))
+        if change == "rows cut":
+            gone = ("steps WHERE step > 0", "units", "meta WHERE name = 'summarised'")
+            sql(path, *((f"DELETE FROM {rows}",) for rows in gone))
+        else:
+            cut(path, 3)
+    with pytest.raises(VerificationFailed, match=r"bring ledger\.sqlite back"):
+        fork(path, tmp_path / "child")
+    assert not (tmp_path / "child").exists()
+    fork(kept, tmp_path / "child")
 
 
 def test_what_came_before_a_run_is_said_of_its_forks(tmp_path):

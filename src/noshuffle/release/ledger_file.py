@@ -24,6 +24,7 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import closing, contextmanager, suppress
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -323,6 +324,15 @@ class LedgerFile(tables.LedgerTables, OneOwner):
             with self._writing(by_anyone=True):
                 self._bind(how, str(self._count()))
         return self._count()
+
+    def refuse_edited(self, told: Mapping[str, Any] | None) -> None:
+        """Raise if rows or facts are not as they were written, or lack those that a statement.json
+        was written after (`told`; None: there is none)."""
+        with self._reading():
+            head = () if told is None else tables.missing_head(self, told)
+            found = next(chain(tables.edits(self), head), None)
+        if found is not None:
+            raise VerificationFailed(f"{found}; bring ledger.sqlite back as it was")
 
     @property
     def hides_units(self) -> bool:

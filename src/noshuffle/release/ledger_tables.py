@@ -286,6 +286,11 @@ class LedgerTables:
         known = (note["files"].get(name) for note in self.notes("files"))
         return {digest for digest, _ in filter(None, known)}
 
+    def links(self) -> dict[int, str]:
+        """The link of every row, by its number."""
+        both = "SELECT seq, link FROM steps UNION ALL SELECT seq, link FROM log"
+        return {int(seq): bytes(link).hex() for seq, link in self.db.execute(both)}
+
     def mixing(self) -> list[dict[str, Any]]:
         """Looks at the model that found examples mixed where they had been apart before."""
         return [look for look in self.notes("look") if look["since"] is not None]
@@ -299,6 +304,30 @@ class LedgerTables:
         """How many steps the summary covers, and the summary: (unit, first, last, count)."""
         units = "SELECT unit, first, last, count FROM units ORDER BY unit"
         return int(self.meta("summarised") or 0), self.db.execute(units).fetchall()
+
+
+def edits(ledger: LedgerTables) -> Iterator[str]:
+    """What shows that a ledger is not as runs wrote it: a row was changed, cut out or put in
+    between, a fact is not the one in the chain, or something else is in the file."""
+    if (part := stranger(ledger.db)) is not None:
+        yield f"the ledger has another {part} than the tables of a run"
+    if (wrong := damage(ledger.db)) is not None:
+        yield f"ledger.sqlite is damaged: {wrong}"
+    broken = broken_link(ledger.db)
+    if broken is not None:
+        yield broken
+    meta, chained = ledger.bound(), dict(json.loads(event.body) for event in ledger.log("fact"))
+    for name in sorted((meta.keys() | chained.keys()) - {"summarised"}):
+        if meta.get(name) != chained.get(name):
+            yield f"the ledger says {name} = {meta.get(name)}, its chain {chained.get(name)}"
+
+
+def missing_head(ledger: LedgerTables, told: Mapping[str, Any]) -> Iterator[str]:
+    """The row that statement.json (`told`) was written after must be there."""
+    rows = told.get("ledger_rows")
+    link = ledger.links().get(rows) if type(rows) is int else None
+    if link is None or link != told.get("ledger_link"):
+        yield f"row {rows} of the ledger is not the one that statement.json was written after"
 
 
 class Evidence(LedgerTables):

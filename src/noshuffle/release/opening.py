@@ -214,12 +214,17 @@ def known_steps(folder: RunFolder) -> int:
     """How many steps the folder knows of, its ledger left aside."""
     saved = checkpoint.saved(folder.checkpoints)
     steps = checkpoint.step_of(saved[-1]) if saved else 0
+    told = (_told(folder) or {}).get("released_steps", 0)
+    return max(steps, told) if isinstance(told, int) else steps
+
+
+def _told(folder: RunFolder) -> dict[str, Any] | None:
+    """What statement.json says; None where it cannot be read."""
     try:
         record: Any = read_json(folder.statement_file)
-        told = record.get("released_steps", 0) if isinstance(record, dict) else 0
     except (OSError, InvalidInput):
-        return steps
-    return max(steps, told) if isinstance(told, int) else steps
+        return None
+    return record if isinstance(record, dict) else None
 
 
 def _behind(file: Path) -> str:
@@ -234,10 +239,10 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     """A new run folder that carries the spending of `parent`; give it to `privatize`.
 
     Guarantees: `parent` can release nothing after this (it refuses, also where it is open now), so
-    the steps that the fork adds up are all there will ever be. A parent whose plan, settings or
-    ancestors are not those of its ledger is refused: the fork would state too little. Of a copy of
-    a run folder it is the copy that ends: its original is another run, which may go on, and its
-    later steps are not counted here. `moved` is no longer needed.
+    the steps that the fork adds up are all there will ever be. A parent whose ledger was edited,
+    or whose plan, settings or ancestors are not those of its ledger, is refused: the fork would
+    state too little. Of a copy of a run folder it is the copy that ends: its original is another
+    run, which may go on, and its later steps are not counted here. `moved` is no longer needed.
     """
     old, new = RunFolder.of(parent), RunFolder(path)
     finish(old)
@@ -266,7 +271,12 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
 
 
 def _check_parent(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
-    """What a fork takes over from files is what the ledger says of them."""
+    """What a fork takes over is what the run wrote into its ledger, and what that says of files.
+
+    `verify` asks the same of the run; of its forks it cannot, since they have no ledger of it.
+    """
+    with _damage_named(folder.ledger_file):
+        ledger.refuse_edited(_told(folder))
     if ledger.meta("plan") not in (None, plan.hash):
         raise ReplayRefused(f"{folder.plan_file} is not what the ledger says; bring it back")
     _check_ancestors(folder, ledger)

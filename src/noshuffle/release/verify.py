@@ -27,7 +27,7 @@ from noshuffle.release.file_checks import FILE_CHECKS, NOT_THERE, noise_state
 from noshuffle.release.files import as_json, read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_errors import is_unreadable
-from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.ledger_tables import Evidence, missing_head
 from noshuffle.release.other_folders import is_other, not_a_run
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
@@ -154,15 +154,8 @@ def _together(path: str, phases: list[Verdict]) -> Verdict:
 
 def _head(found: Found) -> Iterator[str]:
     """The row that statement.json is about must be there."""
-    rows, told = found.told_rows(), found.told
-    link = None if rows is None else _links(found).get(rows)
-    if told is not None and (link is None or link != told.get("ledger_link")):
-        yield f"row {rows} of the ledger is not the one that statement.json was written after"
-
-
-def _links(found: Found) -> dict[int, str]:
-    both = "SELECT seq, link FROM steps UNION ALL SELECT seq, link FROM log"
-    return {int(seq): bytes(link).hex() for seq, link in found.evidence.db.execute(both)}
+    if found.told is not None:
+        yield from missing_head(found.evidence, found.told)
 
 
 def _signature(found: Found, public_key: bytes | None) -> Iterator[str]:
@@ -170,8 +163,9 @@ def _signature(found: Found, public_key: bytes | None) -> Iterator[str]:
         if public_key is not None:
             yield "there is no signature.json in the folder"
         return
+    links = found.evidence.links()
     try:
-        wrong = signature_failure(found.run, found.plan, _links(found), public_key=public_key)
+        wrong = signature_failure(found.run, found.plan, links, public_key=public_key)
     except (IsADirectoryError, ValueError) as error:
         wrong = f"signature.json cannot be read: {error}"
     found.is_signed = wrong is None
