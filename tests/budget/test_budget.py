@@ -251,12 +251,19 @@ def test_a_killed_run_stays_charged(budget: Budget, tmp_path: Path) -> None:
     assert sums_of(budget, plan_of(0.1)) is not None
 
 
+@pytest.mark.parametrize(
+    "edit",
+    [
+        "DELETE FROM steps WHERE step = 1",
+        "UPDATE meta SET value = 'another' WHERE name = 'identified_by'",  # by which units are told
+    ],
+)
 def test_a_dead_run_with_a_doubtful_ledger_keeps_its_reservation(
-    budget: Budget, tmp_path: Path
+    budget: Budget, tmp_path: Path, edit: str
 ) -> None:
     killed(budget, tmp_path / "run")
     db = sqlite3.connect(tmp_path / "run" / "ledger.sqlite")
-    db.execute("DELETE FROM steps WHERE step = 1")
+    db.execute(edit)
     db.commit()
     db.close()
     assert budget.sweep() == []

@@ -26,7 +26,7 @@ from noshuffle.release.account import is_in_one_piece, uncounted
 from noshuffle.release.facts import void_notes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
-from noshuffle.release.ledger_tables import Evidence, broken_link, described
+from noshuffle.release.ledger_tables import Evidence, described, edits
 from noshuffle.release.opening import known_steps
 from noshuffle.release.spending import spent
 from noshuffle.release.unit_ids import Ids
@@ -58,7 +58,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
             void = void_notes(described(facts, (), (), evidence.mixing(), ends=(), units=None))
             rows = list(evidence.rows())
             told = {json.loads(event.body).get("keys") for event in evidence.log("life")}
-            is_whole = broken_link(evidence.db) is None
+            is_whole = next(edits(evidence), None) is None
         finally:
             evidence.close()
     except (NoshuffleError, OSError, sqlite3.DatabaseError, ValueError):
