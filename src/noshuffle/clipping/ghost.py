@@ -56,6 +56,7 @@ from noshuffle.clipping.objective import (
     shape_of,
     take,
 )
+from noshuffle.clipping.outside_use import used_inside
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.row_check import FormsFn
@@ -68,6 +69,8 @@ from noshuffle.errors import one_of
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
+#: Numbers of nodes of a model's graph that are asked for weights used outside their layers.
+GRAPHS = 64
 
 
 @dataclass
@@ -81,6 +84,7 @@ class _Known:
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
+    graphs: set[int] = field(default_factory=set)  # numbers of nodes of those that were asked
     looks: LaterLooks = field(default_factory=LaterLooks)
 
     def forms_of(self, model: nn.Module, loss_fn: Loss) -> FormsFn:
@@ -165,6 +169,7 @@ class Ghost:
         weights: Tensor | None,
     ) -> ClippedSum:
         """The clipped sum by layer rules; raises NotByLayer if they turn out not to hold."""
+        assert known.layers is not None
 
         def one(
             rows: Batch, units: Tensor | None, weights: Tensor | None, part: SumPart = WHOLE
@@ -178,6 +183,8 @@ class Ghost:
                     forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
                 except RouteIncomplete:
                     forms, losses = ghost_forms(model, loss_fn, rows, **options)
+            if known.route.nodes not in known.graphs:
+                unasked[known.route.nodes] = rows
             who = members(units, weights, size=len(losses), device=device)
             with exactly(device):  # what is written out or added up here is not rounded
                 for name, own in forms.items():
@@ -188,7 +195,9 @@ class Ghost:
         def small(count: int) -> None:
             with with_same_rng(model):
                 one(take(batch, slice(count)), None, None)
+            unasked.clear()
 
+        unasked: dict[int, Batch] = {}
         device, findings = shot.device, known.findings
         trial = partial(put_back_after, model)
         kind, chosen = (shape.size, shape.entries), None
@@ -210,15 +219,27 @@ class Ghost:
                 found = in_parts(
                     one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
                 )
+        if unasked and not is_capturing(device):
+            self._ask_graphs(model, loss_fn, unasked, known)
         looks = known.looks
         is_due = looks.calls >= looks.due or shape.size not in looks.sizes
         if is_due and shape.size > 1 and not is_capturing(device):
             norms = found.norms if units is None and weights is None else None
             looks.look(
-                model, loss_fn, batch, found.losses, norms, forms_of=known.forms_of(model, loss_fn),
-                engine=self._written_out,
+                model, loss_fn, batch, found.losses, norms, layers=known.layers,
+                forms_of=known.forms_of(model, loss_fn), engine=self._written_out,
             )  # fmt: skip
         return found
+
+    def _ask_graphs(
+        self, model: nn.Module, loss_fn: Loss, batches: dict[int, Batch], known: _Known
+    ) -> None:
+        """Raise NotByLayer if a weight is used outside its layer in a graph of another size."""
+        assert known.layers is not None
+        for nodes, rows in batches.items():
+            if len(known.graphs) < GRAPHS:
+                known.graphs.add(nodes)
+                used_inside(model, loss_fn, rows, known.layers)
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
@@ -290,7 +311,10 @@ class Ghost:
         known.looks.calls = known.looks.full = calls
         try:
             forms_of = known.forms_of(model, loss_fn)
-            known.looks.look(model, loss_fn, batch, forms_of=forms_of, engine=self._written_out)
+            known.looks.look(
+                model, loss_fn, batch, layers=known.layers, forms_of=forms_of,
+                engine=self._written_out,
+            )  # fmt: skip
         except NotByLayer as reason:
             known.layers, known.reason = None, str(reason)
             self._written_out.say(f"whole model written out per example: {reason}")

@@ -1,7 +1,8 @@
 """Looks at a model after its trial, for one kind of batch: what is asked at which call.
 
     full     at a call that was drawn: all of `batch_check`, with gradients, whether the model
-             keeps anything of its data, and whether layers see rows in their places (`row_check`)
+             keeps anything of its data, whether layers see rows in their places (`row_check`), and
+             whether weights are used inside their layers alone (`outside_use`)
     new      a batch of another size than those before: losses of the whole batch, and its rows
     quick    two examples alone, on a CPU: their losses, and the norms of their gradients; of a
              model that draws random numbers the losses of the whole batch, less often. Where two
@@ -18,10 +19,11 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping.batch_check import alike, still_apart, two_of
-from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow
+from noshuffle.clipping.layers import Layers, Mixes, NotByLayer, NotNow
 from noshuffle.clipping.look_runs import new_seed
 from noshuffle.clipping.looks import Look, next_full, next_quick
 from noshuffle.clipping.objective import Batch, Loss, batch_size, take
+from noshuffle.clipping.outside_use import used_inside
 from noshuffle.clipping.per_example import PerExample
 from noshuffle.clipping.products import repeatable
 from noshuffle.clipping.row_check import HALVES, FormsFn, batch_in_place, has_norms
@@ -55,12 +57,13 @@ class LaterLooks:
         losses: Tensor | None = None,
         norms: Tensor | None = None,
         *,
+        layers: Layers,
         forms_of: FormsFn,
         engine: PerExample,
     ) -> None:
-        """Raise Mixes if examples of this batch do, whose `losses`, and `norms`, were these, and
-        Unsupported if the model has begun to keep something of them; the listeners of `engine` are
-        told."""
+        """Raise Mixes if examples of this batch do, whose `losses`, and `norms`, were these,
+        NotByLayer if a weight is used outside its layer, and Unsupported if the model has begun to
+        keep something of them; the listeners of `engine` are told of all but the second."""
         size = batch_size(batch)
         is_new = size not in self.sizes and (len(self.sizes) < SIZES or size > max(self.sizes))
         is_full, is_apart, seed = self.calls >= self.full, False, new_seed()
@@ -80,6 +83,7 @@ class LaterLooks:
                     still_apart(model, loss_fn, batch, **how, seed=seed)
                     batch_in_place(model, forms_of, batch, seed=seed, halves=halves)
                 if self.calls > 1 and is_full:
+                    used_inside(model, loss_fn, batch, layers)
                     engine.check_state(model, loss_fn, batch, in_batches=True, is_again=True)
                 engine.listeners.tell(model, Look(self.kind, size=size))
                 self.last_size, is_apart = size, True

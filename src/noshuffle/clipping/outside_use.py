@@ -4,10 +4,11 @@
     loss ── … ── tanh ── x @ weightᵀ ── weight       a path around it: no rule knows that gradient
 
 Numbers do not tell: where tanh is flat, or a gate is shut, the second path has no gradient in the
-rows of the trial, and one in those behind them. The graph is the same for all rows. Every path from
-the losses to a weight must go through a result of a layer that owns it, and none may come in with
-what that layer is given. A path whose factor is the number 0 (`0.0 * weight.sum()`) is none.
-State: the calls of one run.
+rows of the trial, and one in those behind them. The graph is the same for all rows of a batch.
+Every path from the losses to a weight must go through a result of a layer that owns it, and none
+may come in with what that layer is given. A path whose factor is the number 0 (`0.0 *
+weight.sum()`) is none. Batches whose graphs have another number of nodes are asked anew (a test of
+Python on the batch chose another way), and those of full looks. State: the calls of one run.
 
 >>> from noshuffle.clipping.layers import read
 >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(3, 2)
@@ -30,7 +31,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.layers import Layers, NotByLayer, tensors
+from noshuffle.clipping.look_runs import with_same_rng
+from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
+from noshuffle.clipping.statefulness import put_back_after
 
 Node = torch.autograd.graph.Node
 _OF_PYTHON = (torch.float64, torch.int64, torch.bool)
@@ -111,6 +116,23 @@ def _leads_to(
         seen.update(new)
         stack += new
     return False
+
+
+def used_inside(model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers) -> None:
+    """Raise NotByLayer if a path of this batch leads around the layers of a parameter; the model is
+    as before. A batch that does not fit the device a second time is halved until it does."""
+    while True:
+        try:
+            with (
+                put_back_after(model), as_written(model), with_same_rng(model),
+                torch.enable_grad(), noted(layers) as calls,
+            ):  # fmt: skip
+                calls.refuse(batch_losses(model, loss_fn, batch), trainable(model))
+            return
+        except torch.OutOfMemoryError:
+            if batch_size(batch) == 1:
+                raise
+            batch = take(batch, slice(batch_size(batch) // 2))
 
 
 @contextmanager
