@@ -85,6 +85,88 @@ def test_so_is_one_that_a_pass_before_the_first_step_has_initialised(has_grad):
     assert private.steps_released == 0
 
 
+@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("is_loop", [True, False])
+def test_so_is_one_whose_forward_was_called_by_itself(what, is_loop):
+    private = make(model := FirstBatch(what))
+    model.forward(data()[0])
+    with pytest.raises(Unsupported, match=r"set by the forward pass|keeps"):
+        loop_step(private, *data()) if is_loop else private.step(LOSS, *data())
+    assert private.steps_released == 0
+
+
+class KeptInEval(nn.Module):
+    """Keeps the mean of what it sees in eval mode; gives several outputs in training mode."""
+
+    def __init__(self, *, keeps):
+        super().__init__()
+        self.layer, self.keeps = nn.Linear(4, 3), keeps
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("temperature", torch.tensor(1.0))
+
+    def forward(self, x):
+        if self.training:
+            return self.layer(x), x
+        if self.keeps:
+            self.mean.copy_(x.detach().mean(0))
+        return self.layer(x)
+
+
+@pytest.mark.parametrize("keeps", [True, False])
+def test_what_a_pass_in_eval_mode_kept_is_refused(keeps):
+    def first(out, y):
+        if not (keeps or isinstance(out, tuple)):
+            raise TypeError("a loss of several outputs, which eval mode does not give")
+        return LOSS(out[0] if isinstance(out, tuple) else out, y)
+
+    private = make(model := KeptInEval(keeps=keeps))
+    model.eval()
+    model(data()[0])
+    model.train()
+    model.temperature.fill_(2.0)  # by hand, which is no pass
+    if keeps:
+        with pytest.raises(Unsupported, match="a pass before this step"):
+            private.step(first, *data())
+    else:
+        private.step(first, *data())
+    assert private.steps_released == (not keeps)
+
+
+class Actnorm(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.layer = nn.Linear(4, 3)
+        self.register_buffer("mean", torch.zeros(4))
+        self.register_buffer("is_set", torch.tensor(False))
+
+    def forward(self, x):
+        if not self.is_set:
+            self.mean.copy_(x.detach().mean(0))
+            self.is_set.fill_(True)
+        return self.layer(x - self.mean) * getattr(self, "scale", 1.0)
+
+
+def test_values_that_a_caller_loads_or_sets_are_no_pass():
+    private = make(model := Actnorm())
+    public = {"mean": torch.ones(4), "is_set": torch.tensor(True)}
+    model.load_state_dict({**model.state_dict(), **public})
+    model.scale = 2.0
+    private.step(LOSS, *data())
+    assert torch.equal(model.mean, torch.ones(4))
+
+
+class Scaled(nn.Sequential):
+    def forward(self, x):
+        return super().forward(x) * self.scale
+
+
+def test_an_attribute_that_comes_after_privatize_is_no_pass():
+    private = make(model := Scaled(nn.Linear(4, 3)))
+    model.scale = 2.0
+    private.step(LOSS, *data())
+    assert private.steps_released == 1
+
+
 @pytest.mark.parametrize("what", ["parameter", "buffer"])
 def test_a_later_pass_of_a_loop_may_not_either(what):
     private = make(model := FirstBatch(what, when=10**9))

@@ -93,7 +93,7 @@ class Listener:
         self._heard: Pass | None = None  # the pass that the current loss came from
         self._starts: dict[int, int] = {}  # outputs by sequence number, and the numbers of passes
         self._carried = Carried()
-        self.writes = PassWrites()
+        self.writes = PassWrites(model)
         self._passes_ever = 0
         self.own = [p for p in model.parameters() if p.requires_grad]
         self.is_zeroed = False  # whether .grad holds nothing of earlier steps
@@ -104,6 +104,9 @@ class Listener:
             model.register_forward_pre_hook(ModelHook(self, "begin")),
             model.register_forward_hook(
                 ModelHook(self, "hear"), with_kwargs=True, always_call=True
+            ),
+            model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
+                ModelHook(self, "loaded")
             ),
         ]
         for handle in self._handles:
@@ -153,6 +156,10 @@ class Listener:
             self._before = [(g, g.get_state()) for g in generators(device)]
             for generator, _ in self._before:
                 generator.manual_seed(self._seed(self.count))
+
+    def loaded(self, module: nn.Module, _: Any) -> None:
+        """Values were loaded into the model."""
+        self.writes.loaded(module)
 
     def hear(self, module: nn.Module, args: Any, kwargs: Any, output: Any) -> Any:
         """A forward pass has ended; its output is replaced if it has several parts."""

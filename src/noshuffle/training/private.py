@@ -80,7 +80,7 @@ class Private(TrainingRun):
             self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
         self._listener = self._listen()
-        parts.pass_writes = PassWrites() if self._listener is None else self._listener.writes
+        parts.pass_writes = PassWrites(model) if self._listener is None else self._listener.writes
         if self._listener is None:  # nobody hears when its first pass begins
             parts.pass_writes.begin(parts.model, is_heard=False)
         self._let_go = guard(parts.optimizer, parts.parameters, self)
