@@ -102,8 +102,8 @@ def test_the_kernels_are_never_too_small(steps, scales, kind, dtype):
     try:
         a, g = draw(kind, *scales, dtype=dtype, device="cuda", steps=steps)
         assert gram.has_kernel(a, g)
-        room = gram._room(a, g)
-        found, plain = gpu_kernels.squares(a, g, **room), gram.bounded(a, g, **room)
+        tolerance = gram.rounding_tolerance(a, g)
+        found, plain = gpu_kernels.squares(a, g, tolerance), gram.bounded(a, g, tolerance)
     finally:
         torch.set_float32_matmul_precision(before)
     assert torch.equal(torch.isfinite(found), torch.isfinite(plain))

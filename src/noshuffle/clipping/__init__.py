@@ -15,7 +15,7 @@ captured    what a loss takes from around it            batch_check  are all of 
 looks       when a model is looked at again             later_looks  what is asked then
 look_runs   runs of a look, under the same draws        batch_gradients  and on the way back?
 row_check   is row b of every layer example b?  outside_use  weights used around their layers
-rule_trial  all that is asked of rules at first
+rule_trial  all that is asked of rules at first  tolerance  for rounding of squared norms
 """
 
 from noshuffle.clipping.causal_lm import next_token

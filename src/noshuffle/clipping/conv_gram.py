@@ -19,6 +19,7 @@ from torch import Tensor
 
 from noshuffle.clipping.gpu_kernels import _long, close
 from noshuffle.clipping.gram import TENSOR_CORE, allowance, smallest
+from noshuffle.clipping.tolerance import RoundingTolerance
 from noshuffle.triton_shim import jit, tl
 
 #: Positions of which a program holds all inner products.
@@ -119,29 +120,28 @@ def squares(
         ‖G'‖² ≤ T + 2q²R² + 2q²R·√(T + 2q²R²) + q⁴R² ≤ (√T + q²R)² + (2 + 2√2·q)·q²R²
 
     the last from √(T + 2q²R²) ≤ √T + √2·qR. `close` has √T + moved·√spread with R² ≤ K·spread for K
-    positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `room`; lengths it
-    knows come from the inner products, and are too small by a part of 2⁻²¹ at most.
+    positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `share`; lengths
+    it knows come from the inner products, and are too small by a part of 2⁻²¹ at most.
     """
     starts, inside, unit = tables
     many = 2 if is_pair else 1
     examples, channels, outputs = len(x) // pictures, x.shape[1] // many, g.shape[1] // many
     positions, taps = pictures * g.shape[2] * g.shape[3], kernel[0] * kernel[1]
-    inputs, tiny = channels * taps, smallest(g.dtype)
+    inputs = channels * taps
+    tolerance = RoundingTolerance(
+        smallest(g.dtype),
+        growth=TENSOR_CORE * (2 * 3 * DEEP_IN_PAIRS if is_pair else inputs + outputs),
+        moved=2.0**-21 * positions**0.5 if is_pair else 0.0,
+        allowance=allowance(g.dtype, inputs, outputs) + (2.0**-20 if is_pair else 0.0),
+    )
     parts = torch.empty(examples, 1, 5, dtype=torch.float64, device=x.device)
     inner[(examples,)](
         x, g, parts, starts, inside, outputs, positions, pictures * x.stride(0), x.stride(1),
         x.stride(2), x.stride(3), pictures * g.stride(0), g.stride(1), g.stride(3), *how[1],
-        *how[2], tiny, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
+        *how[2], tolerance.tiny, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
         PAIR=is_pair, SIDE=max(16, 1 << (positions - 1).bit_length()),
         BK=DEEP_IN_PAIRS if is_pair else DEEP, num_warps=4 if positions > 16 else 2, num_stages=4,
     )  # fmt: skip
     found = torch.empty(examples, dtype=torch.float64, device=x.device)
-    growth, moved, room = TENSOR_CORE * (inputs + outputs), 0.0, 0.0
-    if is_pair:
-        growth = TENSOR_CORE * 2 * 3 * DEEP_IN_PAIRS
-        moved, room = 2.0**-21 * positions**0.5, 2.0**-20
-    close[(examples,)](
-        parts, found, 1, positions, inputs, outputs, tiny, growth, moved,
-        allowance(g.dtype, inputs, outputs) + room, MANY=1,
-    )  # fmt: skip
+    close[(examples,)](parts, found, 1, positions, inputs, outputs, *tolerance, MANY=1)
     return found

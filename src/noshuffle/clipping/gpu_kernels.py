@@ -8,10 +8,10 @@
 and writes five numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
 from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
 increased by what may have vanished below the smallest float32. `close` adds the tiles of an example
-up in float64 and leaves room for rounding and for what vanished, as `gram.bounded` does; `beside`
-makes its five numbers of a gradient that is written out. `rescale` multiplies every example by its
-factor, in float32, and rounds once; `wipe_` takes examples of factor zero out in place. State:
-none. The module can be imported without Triton, but its kernels not be launched.
+up in float64 and adds what rounding may have taken and what vanished, as `gram.bounded` does;
+`beside` makes its five numbers of a gradient that is written out. `rescale` multiplies every
+example by its factor, in float32, and rounds once; `wipe_` takes examples of factor zero out in
+place. State: none. The module can be imported without Triton, but its kernels not be launched.
 
 >>> callable(tiles)
 True
@@ -22,6 +22,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.tolerance import RoundingTolerance
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import jit, tl
 
@@ -86,8 +87,8 @@ def tiles(
 
 
 @jit
-def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, MANY: tl.constexpr):
-    """(√(total + lost)·(1 + growth) + moved·√spread)² + room·reach² of one example."""
+def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, share, MANY: tl.constexpr):
+    """(√(total + lost)·(1 + growth) + moved·√spread)² + share·reach² of one example."""
     example = tl.program_id(0)
     k = tl.arange(0, MANY)
     where = parts + (example * pairs + k) * 5
@@ -102,7 +103,7 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, M
     norm = tl.sqrt(total) * (1.0 + tl.cast(growth, tl.float64)) + tl.cast(
         moved, tl.float64
     ) * tl.sqrt(spread)
-    tl.store(out + example, norm * norm + tl.cast(room, tl.float64) * reach * reach)
+    tl.store(out + example, norm * norm + tl.cast(share, tl.float64) * reach * reach)
 
 
 @jit
@@ -159,10 +160,8 @@ def _tile(steps: int, is_half: bool) -> tuple[int, int, int, int]:
     return side, 128 if is_half else 64, 4, 3
 
 
-def squares(
-    a: Tensor, g: Tensor, *, growth: float, moved: float, room: float, tiny: float
-) -> Tensor:
-    """Squared norm per example, [B] in float64, with room for rounding and underflow."""
+def squares(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
+    """Squared norm per example, [B] in float64, increased by what rounding may have taken."""
     a = a if a.stride(2) == 1 else a.contiguous()
     g = g if g.stride(2) == 1 else g.contiguous()
     examples, steps, _ = a.shape
@@ -173,14 +172,12 @@ def squares(
     parts = torch.empty(examples, pairs, 5, dtype=torch.float64, device=a.device)
     tiles[(pairs, examples)](
         a, g, parts, steps, wide_a, wide_g,
-        a.stride(0), a.stride(1), g.stride(0), g.stride(1), blocks, tiny,
+        a.stride(0), a.stride(1), g.stride(0), g.stride(1), blocks, tolerance.tiny,
         SIDE=side, BK=deep, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     out = torch.empty(examples, dtype=torch.float64, device=a.device)
     many = 1 << (pairs - 1).bit_length()
-    close[(examples,)](
-        parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, room, MANY=many
-    )
+    close[(examples,)](parts, out, pairs, steps, wide_a, wide_g, *tolerance, MANY=many)
     return out
 
 
@@ -188,18 +185,14 @@ def of_written(
     squared: Tensor,
     lengths: tuple[Tensor, Tensor],
     widths: tuple[int, int],
-    *,
-    growth: float,
-    moved: float,
-    room: float,
-    tiny: float,
+    tolerance: RoundingTolerance,
 ) -> Tensor:
     """The same from the squared norms of written gradients and the lengths ‖a_t‖, ‖g_t‖, [B, T]."""
     examples, steps = lengths[0].shape
     parts, out = (squared.new_empty(examples, n, dtype=torch.float64) for n in (5, 1))
     given = (t.contiguous() for t in (*lengths, squared))
-    beside[(examples,)](*given, parts, steps, *widths, tiny, MANY=256, num_warps=4)
-    close[(examples,)](parts, out, 1, steps, *widths, tiny, growth, moved, room, MANY=1)
+    beside[(examples,)](*given, parts, steps, *widths, tolerance.tiny, MANY=256, num_warps=4)
+    close[(examples,)](parts, out, 1, steps, *widths, *tolerance, MANY=1)
     return out[:, 0]
 
 

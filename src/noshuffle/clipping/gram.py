@@ -29,6 +29,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from noshuffle.clipping import gpu_kernels
 from noshuffle.clipping.products import HALF, bmm, roundoff
 from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.tolerance import RoundingTolerance
 
 #: Shorter sequences, or narrower maps, are no work for a kernel of their own.
 SHORTEST, NARROWEST = 2, 64
@@ -93,28 +94,28 @@ def _beside(
     return sizes.square().sum(1), sizes.sum(1), tiny * (lost + steps**2)
 
 
-def _room(a: Tensor, g: Tensor) -> dict[str, float]:
+def rounding_tolerance(a: Tensor, g: Tensor) -> RoundingTolerance:
     """What rounding can have done: in the sums, and when the factors go in."""
     moved = roundoff(g)
     growth = TENSOR_CORE * (a.shape[2] + g.shape[2]) if moved > 0.0 else 0.0
-    room = allowance(g.dtype, a.shape[2], g.shape[2])
-    return {"growth": growth, "moved": moved, "room": room, "tiny": smallest(g.dtype)}
+    share = allowance(g.dtype, a.shape[2], g.shape[2])
+    return RoundingTolerance(smallest(g.dtype), growth, moved, share)
 
 
-def bounded(
-    a: Tensor, g: Tensor, *, growth: float, moved: float, room: float, tiny: float
-) -> Tensor:
-    """(√(total + lost)·(1 + growth) + moved·√spread)² + room·reach²."""
-    total, spread, reach, lost = sums(a, g, tiny=tiny)
-    return _increased(total + lost, spread, reach, growth=growth, moved=moved, room=room)
+def bounded(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
+    """The squared norm from inner products, increased by what rounding may have taken."""
+    total, spread, reach, lost = sums(a, g, tiny=tolerance.tiny)
+    return _increased(total + lost, spread, reach, tolerance)
 
 
 def _increased(
-    total: Tensor, spread: Tensor, reach: Tensor, *, growth: float, moved: float, room: float
+    total: Tensor, spread: Tensor, reach: Tensor, tolerance: RoundingTolerance
 ) -> Tensor:
+    """(√total·(1 + growth) + moved·√spread)² + allowance·reach²."""
+    _, growth, moved, share = tolerance
     if moved > 0.0:
         total = (total.sqrt() * (1.0 + growth) + moved * spread.sqrt()).square()
-    return total + room * reach.square()
+    return total + share * reach.square()
 
 
 def of_written(squared: Tensor, a: Tensor, g: Tensor, lengths: tuple[Tensor, Tensor]) -> Tensor:
@@ -127,23 +128,18 @@ def of_written(squared: Tensor, a: Tensor, g: Tensor, lengths: tuple[Tensor, Ten
     if is_kernel and torch.cuda.is_current_stream_capturing():
         is_kernel = bool(_adds_up.cache_info().currsize)
     run = gpu_kernels.of_written if is_kernel and _adds_up(a.device) else _of_written
-    return run(squared, lengths, (a.shape[2], g.shape[2]), **_room(a, g))
+    return run(squared, lengths, (a.shape[2], g.shape[2]), rounding_tolerance(a, g))
 
 
 def _of_written(
     squared: Tensor,
     lengths: tuple[Tensor, Tensor],
     widths: tuple[int, int],
-    *,
-    growth: float,
-    moved: float,
-    room: float,
-    tiny: float,
+    tolerance: RoundingTolerance,
 ) -> Tensor:
     long_a, long_g = (own.double() for own in lengths)
-    spread, reach, lost = _beside(long_a, long_g, widths=widths, tiny=tiny)
-    total = squared.double() + lost
-    return _increased(total, spread, reach, growth=growth, moved=moved, room=room)
+    spread, reach, lost = _beside(long_a, long_g, widths=widths, tiny=tolerance.tiny)
+    return _increased(squared.double() + lost, spread, reach, tolerance)
 
 
 @lru_cache(maxsize=16)
@@ -152,12 +148,12 @@ def _adds_up(device: torch.device) -> bool:
     draw = torch.Generator(device=device).manual_seed(7)
     squared, long_a, long_g = torch.rand(3, 3, 300, device=device, generator=draw)
     squared, lengths, widths = squared[:, 0], (long_a, long_g), (72, 200)
-    how = {"growth": 3e-7, "moved": 2.0**-9, "room": 1e-6, "tiny": smallest(torch.float32)}
+    how = RoundingTolerance(smallest(torch.float32), growth=3e-7, moved=2.0**-9, allowance=1e-6)
     try:
-        found = gpu_kernels.of_written(squared, lengths, widths, **how)
+        found = gpu_kernels.of_written(squared, lengths, widths, how)
     except Exception:  # as below
         return False
-    wanted = _of_written(squared, lengths, widths, **how)
+    wanted = _of_written(squared, lengths, widths, how)
     return torch.allclose(found, wanted, rtol=1e-5, atol=0.0)
 
 
@@ -172,10 +168,10 @@ def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
         if dtype != torch.float16:  # squares that vanish, and would have mattered
             a[2], g[2] = a[2] * 1e-21, g[2] * 1e15
         try:
-            found = gpu_kernels.squares(a, g, **_room(a, g))
+            found = gpu_kernels.squares(a, g, rounding_tolerance(a, g))
         except Exception:  # a compiler may fail in any way; the plain form is always there
             return False
-        if not torch.allclose(found, bounded(a, g, **_room(a, g)), rtol=4e-3, atol=0.0):
+        if not torch.allclose(found, bounded(a, g, rounding_tolerance(a, g)), rtol=4e-3, atol=0.0):
             return False
     return True
 
@@ -197,4 +193,4 @@ def squares(a: Tensor, g: Tensor) -> Tensor:
     c, in exact arithmetic up to the rounding model of `forms`.
     """
     run = gpu_kernels.squares if has_kernel(a, g) else bounded
-    return run(a, g, **_room(a, g))
+    return run(a, g, rounding_tolerance(a, g))

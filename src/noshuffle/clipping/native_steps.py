@@ -118,9 +118,9 @@ def _agrees(built: ctypes.CDLL) -> bool:
         a, g = own.a.double(), own.g.double()
         truth = (g.mT @ a).square().sum((1, 2))
         reach = (a.norm(dim=2) * g.norm(dim=2)).sum(1).square()
-        room = gram.allowance(torch.float32, a.shape[2], g.shape[2]) * reach
+        moved = gram.allowance(torch.float32, a.shape[2], g.shape[2]) * reach
         is_good = bool((found.squares >= truth).all())
-        is_good &= torch.allclose(found.squares, truth + room, rtol=1e-6)
+        is_good &= torch.allclose(found.squares, truth + moved, rtol=1e-6)
         if found.sums is not None and found.sum_squares is not None:
             is_good &= torch.allclose(found.sums, g.sum(1).float(), rtol=1e-6, atol=1e-6)
             lengths = found.sums.double().square().sum(1)

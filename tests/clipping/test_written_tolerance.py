@@ -1,4 +1,4 @@
-"""Room for rounding of gradients that are written out: the kernel against torch's form.
+"""The rounding tolerance of gradients that are written out: the kernel against torch's form.
 
 On a GPU where there is one, else in Triton's interpreter.
 """
@@ -18,9 +18,10 @@ if not HAS_GPU:
     os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
 
 from noshuffle.clipping import gpu_kernels, gram  # noqa: E402
+from noshuffle.clipping.tolerance import RoundingTolerance  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-ROOM = {"growth": 3e-7, "moved": 2.0**-9, "room": 1e-6, "tiny": 1.2e-38}
+TOLERANCE = RoundingTolerance(tiny=1.2e-38, growth=3e-7, moved=2.0**-9, allowance=1e-6)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
@@ -33,10 +34,10 @@ def test_the_kernel_is_the_plain_form(
     long_a, long_g = ((torch.rand(5, steps, generator=draw) * scale).to(DEVICE) for scale in scales)
     squared = ((long_a.double() * long_g.double()).sum(1) ** 2 * 0.3).to(dtype)
     long_a[1, 1], squared[2], squared[3] = torch.inf, torch.nan, 0.0
-    given = squared, (long_a, long_g), (72, 200)
-    found, wanted = gpu_kernels.of_written(*given, **ROOM), gram._of_written(*given, **ROOM)
+    given = squared, (long_a, long_g), (72, 200), TOLERANCE
+    found, wanted = gpu_kernels.of_written(*given), gram._of_written(*given)
     assert found.dtype == wanted.dtype == torch.float64
     assert torch.isfinite(found).tolist() == [True, False, False, True, True]
-    # the four numbers of the room reach a kernel in single precision
+    # the four numbers of the tolerance reach a kernel in single precision
     torch.testing.assert_close(found, wanted, rtol=1e-6, atol=0.0, equal_nan=True)
     assert bool((found[[0, 3, 4]] > squared.double()[[0, 3, 4]]).all())
