@@ -90,7 +90,7 @@ def test_one_record_is_judged_as_many_are(rule):
             one = {"first": [first, first], "last": [last, last], "count": [count, count]}
             seen = Seen(**{name: np.array(value) for name, value in one.items()})
             wanted = guard.is_admitted(rule, step=step, seen=seen)
-            found = guard.is_party_admitted(rule, step=step, record=(first, last, count))
+            found = guard.is_group_admitted(rule, step=step, record=(first, last, count))
             assert [found, found] == wanted.tolist()
 
 

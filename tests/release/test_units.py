@@ -71,11 +71,11 @@ def test_table_equals_a_dictionary(kind):
     ]
 
 
-@pytest.mark.parametrize("room", [0, 30, 2**21])
+@pytest.mark.parametrize("limit", [0, 30, 2**21])
 @pytest.mark.usefixtures("sizes")
-def test_batches_that_come_together_equal_a_dictionary(monkeypatch, room):
+def test_batches_that_come_together_equal_a_dictionary(monkeypatch, limit):
     """The same batches again and again, now and then one that cuts across them."""
-    monkeypatch.setattr(module, "_IN_PARTIES", room)
+    monkeypatch.setattr(module, "_IN_GROUPS", limit)
     monkeypatch.setattr(module, "_EACH", 8)
     for seed in range(4):
         rng = np.random.default_rng(seed)
@@ -114,9 +114,9 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, room):
         ids, seen = table.all()
         rows = zip(seen.first.tolist(), seen.last.tolist(), seen.count.tolist())
         assert dict(zip(ids.tolist(), rows)) == slow
-        assert table._members == sum(len(p.rows) + 8 for p in table._parties.values()) <= room
-        assert sorted(table._firsts.values()) == sorted(table._parties)
-        assert (shared > 0) == (room > 0)
+        assert table._grouped == sum(len(p.rows) + 8 for p in table._groups.values()) <= limit
+        assert sorted(table._firsts.values()) == sorted(table._groups)
+        assert (shared > 0) == (limit > 0)
 
 
 @pytest.mark.parametrize(

@@ -139,7 +139,7 @@ void units_hash(uint64_t *slots, int64_t bits, uint64_t mixer, const int64_t *kn
 
 typedef int32_t record __attribute__((vector_size(16)));
 
-/* Over the rows that are not −1: how many; least and largest first, last, count, party. */
+/* Over the rows that are not −1: how many; least and largest first, last, count, group. */
 void units_spread(const int32_t *data, const int64_t *rows, int64_t count, int64_t *told) {
     record low = {INT32_MAX, INT32_MAX, INT32_MAX, INT32_MAX}, high = ~low, own;
     int64_t known = 0;
@@ -156,14 +156,14 @@ void units_spread(const int32_t *data, const int64_t *rows, int64_t count, int64
     for (int f = 0; f < 4; f++) told[1 + f] = low[f], told[5 + f] = high[f];
 }
 
-/* These rows took part in a step, once however often it is said, and are of this party now. */
-void units_move(int32_t *data, const int64_t *rows, int64_t count, int32_t step, int32_t party) {
+/* These rows took part in a step, once however often it is said, and are of this group now. */
+void units_move(int32_t *data, const int64_t *rows, int64_t count, int32_t step, int32_t group) {
     for (int64_t i = 0; i < count; i++) {
         if (i + AHEAD < count) __builtin_prefetch(data + 4 * rows[i + AHEAD], 1);
         int32_t *own = data + 4 * rows[i];
         own[2] += own[1] != step;
         own[1] = step;
-        own[3] = party;
+        own[3] = group;
     }
 }
 

@@ -111,7 +111,7 @@ def are_all_admitted(participation: Participation, *, step: int, spread: Spread)
     return bool(_allows(participation, step, first, latest, most))
 
 
-def is_party_admitted(participation: Participation, *, step: int, record: Record) -> bool:
+def is_group_admitted(participation: Participation, *, step: int, record: Record) -> bool:
     """The same answer for units that took part before, with one record between them."""
     return bool(_allows(participation, step, *record))
 

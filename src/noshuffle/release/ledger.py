@@ -142,7 +142,7 @@ class Ledger(LedgerFile):
         known = self._known.get(ids)
         if known is not None:
             shared = self._table.shared(known)
-            if shared and guard.is_party_admitted(self.participation, step=step, record=shared):
+            if shared and guard.is_group_admitted(self.participation, step=step, record=shared):
                 return Admission(step, batch, "ids", known)
         units, repeat = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
         if len(ids) and repeat is None and not len(self.barred):
@@ -192,7 +192,7 @@ class Ledger(LedgerFile):
         unit = np.array([name_to_id(batch)], dtype=np.int64)
         record = self._table.shared(unit)
         if record is not None:  # the same rule on plain numbers
-            is_fine = guard.is_party_admitted(self.participation, step=step, record=record)
+            is_fine = guard.is_group_admitted(self.participation, step=step, record=record)
             last: Any = record[1]
         else:
             seen = self._table.look_up(unit)

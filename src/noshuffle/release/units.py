@@ -4,10 +4,10 @@ Units are 64-bit integers (`unit_ids`), each with a row of a growing array (`uni
 so a step with m units costs O(m).
 
 Most batches are the same in every epoch, so their units always come together and have one record
-between them. Such a party is found by its first unit, and its bytes are compared: to ask for it, or
+between them. Such a group is found by its first unit, and its bytes are compared: to ask for it, or
 to move it on, touches no row. The first batch that cuts across it ends it.
 
-State: the rows, with the number of each unit's party, and the records of the parties, which are
+State: the rows, with the number of each unit's group, and the records of the groups, which are
 written into the rows when somebody asks for a unit in another way.
 
 >>> table = UnitTable()
@@ -33,9 +33,9 @@ from noshuffle.release.unit_index import address, library, new_index, with_room
 
 #: first, last, count
 Record = tuple[int, int, int]
-_FIELDS = 4  # the same, and the number of a party (0: none)
-#: Units of parties, and rows of batches, that are remembered; each weighs so many more itself.
-_IN_PARTIES, _MOST_ROWS, _EACH = 2**21, 2**21, 64
+_FIELDS = 4  # the same, and the number of a group (0: none)
+#: Units of groups, and rows of batches, that are remembered; each weighs so many more itself.
+_IN_GROUPS, _MOST_ROWS, _EACH = 2**21, 2**21, 64
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Seen:
 
 class Spread(NamedTuple):
     """How many of the units asked for were seen before; least and largest first, last, count, and
-    number of a party among those."""
+    number of a group among those."""
 
     known: int
     low: tuple[int, ...]
@@ -95,7 +95,7 @@ def _ends(ids: Ids) -> tuple[int, int, int]:
 
 
 @dataclass
-class _Party:
+class _UnitGroup:
     """Units that have always come together."""
 
     number: int
@@ -118,11 +118,11 @@ class UnitTable:
         # nobody changes are known by themselves, others by their bytes.
         self._asked: tuple[bytes | Ids, Ids] | None = None
         self._told: tuple[Ids, Spread] | None = None  # of such rows, until a record changes
-        # A party is in both dictionaries, or it is none: numbers in rows may be of former ones.
-        self._parties: dict[int, _Party] = {}
-        self._firsts: dict[int, int] = {}  # the number of a party by its first unit
-        self._behind: set[int] = set()  # numbers of parties whose rows hold older records
-        self._founded = self._members = 0
+        # A group is in both dictionaries, or it is none: numbers in rows may be of former ones.
+        self._groups: dict[int, _UnitGroup] = {}
+        self._firsts: dict[int, int] = {}  # the number of a group by its first unit
+        self._behind: set[int] = set()  # numbers of groups whose rows hold older records
+        self._founded = self._grouped = 0
 
     def __len__(self) -> int:
         return len(self._index)
@@ -130,16 +130,16 @@ class UnitTable:
     def shared(self, ids: Ids) -> Record | None:
         """The one record of these units, if they have always come together in this order, alone or
         with others behind them."""
-        party = self._led_by(ids)
-        is_part = party is not None and party.units.startswith(ids.tobytes())
-        return party.record if party is not None and is_part else None
+        group = self._led_by(ids)
+        is_part = group is not None and group.units.startswith(ids.tobytes())
+        return group.record if group is not None and is_part else None
 
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
         ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
-        party = self._party(ids)
-        if party is not None:
-            first, last, count = np.repeat(np.array(party.record), len(ids)).reshape(3, -1)
+        group = self._group(ids)
+        if group is not None:
+            first, last, count = np.repeat(np.array(group.record), len(ids)).reshape(3, -1)
             return Seen(first=first, last=last, count=count)
         self._write_back()
         rows = self._rows(ids)
@@ -178,16 +178,16 @@ class UnitTable:
             raise _too_large()
         if not len(ids):
             return
-        party = self._party(ids)
-        if party is not None and (first is None or first.all() == first.any()):
-            self._move_on(party, step=step, is_anew=first is not None and bool(first[0]))
+        group = self._group(ids)
+        if group is not None and (first is None or first.all() == first.any()):
+            self._move_on(group, step=step, is_anew=first is not None and bool(first[0]))
             return
         rows, built = self._rows(ids), library()
         if built is not None and first is None:
             spread = self._spread(rows)
             if spread.known == len(ids):
                 if spread.high[3]:
-                    self._part(rows)  # parties that end write their records
+                    self._part(rows)  # groups that end write their records
                     spread = self._spread(rows)
                 number = self._new_number(len(ids)) if spread.is_one else 0
                 self._told = None
@@ -206,8 +206,8 @@ class UnitTable:
             own[:, 1] = step
             if first is not None:
                 own[first[is_known], 0] = step
-            is_party = len(known) == len(ids) and bool((own[:, :3] == own[0, :3]).all())
-            own[:, 3] = number = self._new_number(len(ids)) if is_party else 0
+            is_group = len(known) == len(ids) and bool((own[:, :3] == own[0, :3]).all())
+            own[:, 3] = number = self._new_number(len(ids)) if is_group else 0
             # All fields at once: an interrupt finds these units before the step or behind it.
             self._data[known] = own
             if number:
@@ -230,57 +230,57 @@ class UnitTable:
         units = self._index.units
         return units, _seen(self._data.take(self._index.find(units), axis=0))
 
-    def _party(self, ids: Ids) -> _Party | None:
-        """The party that these units are, in their order."""
-        party = self._led_by(ids)
-        return party if party is not None and party.units == ids.tobytes() else None
+    def _group(self, ids: Ids) -> _UnitGroup | None:
+        """The group that these units are, in their order."""
+        group = self._led_by(ids)
+        return group if group is not None and group.units == ids.tobytes() else None
 
-    def _led_by(self, ids: Ids) -> _Party | None:
-        """The party whose first unit is the first of these."""
-        return self._parties.get(self._firsts.get(int(ids[0]), 0)) if len(ids) else None
+    def _led_by(self, ids: Ids) -> _UnitGroup | None:
+        """The group whose first unit is the first of these."""
+        return self._groups.get(self._firsts.get(int(ids[0]), 0)) if len(ids) else None
 
-    def _new_number(self, members: int) -> int:
-        """The number of a party to come, 0 where there is no room for it."""
-        if self._members + members + _EACH > _IN_PARTIES:
+    def _new_number(self, size: int) -> int:
+        """The number of a group to come, 0 where the table is full of them."""
+        if self._grouped + size + _EACH > _IN_GROUPS:
             return 0
         self._founded += 1
         return self._founded
 
     def _found(self, ids: Ids, rows: Ids, number: int, record: Record) -> None:
-        """A party whose rows have its number already."""
-        self._members += len(ids) + _EACH
+        """A group whose rows have its number already."""
+        self._grouped += len(ids) + _EACH
         self._firsts[int(ids[0])] = number
-        self._parties[number] = _Party(number, ids.tobytes(), rows, record)
+        self._groups[number] = _UnitGroup(number, ids.tobytes(), rows, record)
 
-    def _move_on(self, party: _Party, *, step: int, is_anew: bool) -> None:
-        first, last, count = party.record
+    def _move_on(self, group: _UnitGroup, *, step: int, is_anew: bool) -> None:
+        first, last, count = group.record
         if last != step:
-            self._behind.add(party.number)
-            party.record = (step if is_anew else first, step, count + 1)
+            self._behind.add(group.number)
+            group.record = (step if is_anew else first, step, count + 1)
 
     def _part(self, rows: Ids) -> None:
-        """End the parties that the units of these rows are of; the rows know everything then."""
-        if not self._parties or not len(rows):
+        """End the groups that the units of these rows are of; the rows know everything then."""
+        if not self._groups or not len(rows):
             return
         numbers = self._data[rows, 3]
         if len(rows) > self._founded:
             numbers = np.flatnonzero(np.bincount(numbers))
-        for number in self._parties.keys() & set(numbers.tolist()):
+        for number in self._groups.keys() & set(numbers.tolist()):
             self._write(number)
-            party = self._parties.pop(number)
-            self._members -= len(party.rows) + _EACH
-            self._firsts.pop(int.from_bytes(party.units[:8], sys.byteorder, signed=True), None)
+            group = self._groups.pop(number)
+            self._grouped -= len(group.rows) + _EACH
+            self._firsts.pop(int.from_bytes(group.units[:8], sys.byteorder, signed=True), None)
 
     def _write_back(self) -> None:
         for number in list(self._behind):
             self._write(number)
 
     def _write(self, number: int) -> None:
-        """Bring the rows up to date with one party."""
+        """Bring the rows up to date with one group."""
         if number in self._behind:
-            party = self._parties[number]
+            group = self._groups[number]
             self._told = None
-            self._data[party.rows, :3] = party.record
+            self._data[group.rows, :3] = group.record
             self._behind.discard(number)
 
     def _rows(self, ids: Ids) -> Ids:
