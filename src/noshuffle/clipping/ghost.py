@@ -335,7 +335,7 @@ class Ghost:
         layers, layout, allowed = readings(model, loss_fn, batch)
         if allowed not in self._reason:
             self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
-        for name, layer in layers.opaque.items():
+        for name, layer in layers.unruled_layers.items():
             which = f"layer {name!r} ({type(layer).__name__})"
             if name in layers.split:
                 own = ", ".join(layers.unruled(name))
@@ -358,13 +358,14 @@ def auto(
     count = sum(p.numel() for p in check.trainable(model).values())
     try:
         layers = read(model)
-        unruled = [p for name in layers.opaque for p in layers.unruled(name).values()]
+        unruled = [p for name in layers.unruled_layers for p in layers.unruled(name).values()]
         if sum(p.numel() for p in unruled) > count // 2:
-            named = ", ".join(sorted({type(layer).__name__ for layer in layers.opaque.values()}))
+            kinds = {type(layer).__name__ for layer in layers.unruled_layers.values()}
+            named = ", ".join(sorted(kinds))
             raise NotByLayer(f"most parameters are in layers without a rule ({named})")
     except NotByLayer as reason:
         note = f"whole model written out per example: {reason}"
         return PerExample(microbatch, why=note, fallbacks=[note])
-    kinds = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
-    why = f"{count:,} parameters with layer rules for {', '.join(kinds)}"
+    ruled = sorted({type(m).__name__ for m in (*layers.ruled.values(), *layers.rewritten.values())})
+    why = f"{count:,} parameters with layer rules for {', '.join(ruled)}"
     return Ghost(microbatch, why=why, mode=mode)

@@ -1,7 +1,7 @@
 """Which layers of a model to watch, and where their example axis is.
 
 `read(model)` sorts the modules that hold trainable parameters into ruled (a registered rule),
-rewritten (recurrent, attention) and opaque (neither: written out by vmap of the layer alone). A
+rewritten (recurrent, attention) and unruled (neither: written out by vmap of the layer alone). A
 layer with parameters beside layers that have rules (the patches, positions and class token of a
 vision transformer) writes out those of its own alone (`split`).
 
@@ -10,7 +10,7 @@ length goes from 2 to 3 (or from 2k to 3k in front: a batch flattened with its p
 without one, such as positions [T] shared by all examples, is given one for embeddings.
 
 >>> from torch import nn
->>> sorted(read(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.PReLU())).opaque)
+>>> sorted(read(nn.Sequential(nn.Linear(2, 2), nn.ReLU(), nn.PReLU())).unruled_layers)
 ['2']
 """
 
@@ -59,14 +59,14 @@ class Layers:
     ruled: dict[str, nn.Module] = field(default_factory=dict)
     rules: dict[str, Rule] = field(default_factory=dict)
     rewritten: dict[str, nn.Module] = field(default_factory=dict)
-    opaque: dict[str, nn.Module] = field(default_factory=dict)
-    split: set[str] = field(default_factory=set)  # opaque ones whose parts go by their own rules
+    unruled_layers: dict[str, nn.Module] = field(default_factory=dict)
+    split: set[str] = field(default_factory=set)  # unruled ones whose parts go by their own rules
     pools: list[nn.MaxPool2d] = field(default_factory=list)  # nothing to train, but slow as is
 
     @cached_property
     def watched(self) -> dict[str, nn.Module]:
         """All that are watched; to be asked for when nothing is added any more."""
-        return {**self.ruled, **self.opaque}
+        return {**self.ruled, **self.unruled_layers}
 
     @cached_property
     def norms(self) -> list[nn.Module]:
@@ -75,8 +75,8 @@ class Layers:
         return [layer for layer in found if layer.weight is not None and layer.weight.is_cuda]
 
     def unruled(self, name: str) -> dict[str, nn.Parameter]:
-        """Parameters of an opaque layer that are written out, by their names in it."""
-        found = self.opaque[name].named_parameters(recurse=name not in self.split)
+        """Parameters of a layer without a rule that are written out, by their names in it."""
+        found = self.unruled_layers[name].named_parameters(recurse=name not in self.split)
         return {own: p for own, p in found if p.requires_grad}
 
 
@@ -87,7 +87,7 @@ def _trains(module: nn.Module, *, recurse: bool = True) -> bool:
 def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Layers:
     """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name.
 
-    `splits=False` writes opaque layers out with all that is in them.
+    `splits=False` writes layers without a rule out with all that is in them.
     """
     layers = Layers(pools=pools(model))
     done: set[int] = set()
@@ -104,7 +104,7 @@ def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Laye
         elif parametrize.is_parametrized(module) or _trains(module, recurse=False):
             if not name:
                 raise NotByLayer("the model holds parameters of its own, outside any layer")
-            layers.opaque[name] = module
+            layers.unruled_layers[name] = module
             if not splits or parametrize.is_parametrized(module):
                 done.update(id(child) for child in module.modules())
             elif any(map(_trains, module.children())):
@@ -118,7 +118,7 @@ def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Laye
             walk(child, f"{name}.{child_name}" if name else child_name)
 
     walk(model, "")
-    for name, module in layers.opaque.items():
+    for name, module in layers.unruled_layers.items():
         if any(_is_random(m) for m in module.modules()):
             raise NotByLayer(f"layer {name!r} has no rule and draws random numbers (dropout)")
     return layers
@@ -310,7 +310,7 @@ def find_layout(
             if None in outs or (name in layers.ruled and None in ins):
                 lacking.add(name)
             merged = any(s[0] != 2 for s, d in zip([*in2, *out2], [*ins, *outs]) if d == 0)
-            if name in layers.opaque and merged:
+            if name in layers.unruled_layers and merged:
                 raise NotByLayer(f"layer {name!r} has no rule and sees a flattened batch")
     for name in lacking:
         if name in held or not isinstance(layers.ruled.get(name), nn.Embedding):

@@ -141,7 +141,8 @@ def noted(layers: Layers) -> Iterator[Calls]:
     calls = Calls()
     with ExitStack() as stack:
         for name, layer in (*layers.watched.items(), *layers.rewritten.items()):
-            own = layers.unruled(name).values() if name in layers.opaque else layer.parameters()
+            is_unruled = name in layers.unruled_layers
+            own = layers.unruled(name).values() if is_unruled else layer.parameters()
             note = partial(calls.note, list(own))
             handle = layer.register_forward_hook(note, with_kwargs=True, prepend=True)
             stack.callback(handle.remove)
