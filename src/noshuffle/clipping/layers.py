@@ -197,7 +197,7 @@ def spread(layers: Layers, shared: frozenset[str], size: int) -> Iterator[None]:
         yield
 
 
-class Picking(TorchFunctionMode):
+class RowOrder(TorchFunctionMode):
     """In this block, operations that pick or order rows of `size` examples by what they hold.
 
     Layer rules take row b of a layer's input for example b. A model that sorts its examples by
@@ -263,11 +263,11 @@ def _shapes_of_calls(
 ) -> Calls:
     """The shapes that every layer sees in a run of `size` examples."""
     calls: Calls = {}
-    picking = Picking(size)
+    row_order = RowOrder(size)
 
     def orderly(*_: Any) -> None:
-        if picking.how:
-            raise NotByLayer(f"rows are picked or ordered by what they hold ({picking.how})")
+        if row_order.how:
+            raise NotByLayer(f"rows are picked or ordered by what they hold ({row_order.how})")
 
     def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         orderly()
@@ -276,7 +276,7 @@ def _shapes_of_calls(
 
     watch = watching(model, layers.watched, seen, GradientTape(size, is_on=False))
     try:
-        with without_gradient(), watch, spread(layers, held, size), picking, ExitStack() as stack:
+        with without_gradient(), watch, spread(layers, held, size), row_order, ExitStack() as stack:
             for layer in layers.rewritten.values():
                 stack.callback(layer.register_forward_pre_hook(orderly).remove)
             run(size)
