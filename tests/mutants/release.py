@@ -48,7 +48,7 @@ RELEASE = (
     Mutant(
         "a ledger that lost its newest rows goes on",
         "release/opening.py",
-        "if ledger.released < known_steps(folder):",
+        "if ledger.released < steps_in_files(folder):",
         "if False:",
         COPIES + TAMPER,
         "G5",

@@ -27,7 +27,7 @@ from noshuffle.release.facts import void_notes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
 from noshuffle.release.ledger_tables import Evidence, described, edits
-from noshuffle.release.opening import known_steps
+from noshuffle.release.opening import steps_in_files
 from noshuffle.release.spending import spent
 from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement
@@ -64,7 +64,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
     except (NoshuffleError, OSError, sqlite3.DatabaseError, ValueError):
         return None
     is_newest = facts.get("budget") == origin and set(lives) <= told
-    if not is_whole or not is_newest or known_steps(run) > len(rows):
+    if not is_whole or not is_newest or steps_in_files(run) > len(rows):
         return None
     steps, units = len(rows), None
     if steps and is_in_one_piece(plan, facts):

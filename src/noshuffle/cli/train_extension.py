@@ -56,7 +56,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     from noshuffle.participation.base import InEpochs
     from noshuffle.release.extension import extend, finish
     from noshuffle.release.folder import RunFolder
-    from noshuffle.release.opening import known_steps
+    from noshuffle.release.opening import steps_in_files
     from noshuffle.release.seal import finish_seal
 
     assert run.extend is not None
@@ -70,7 +70,7 @@ def extend_run(run: TrainOptions, stated: dict[str, Any]) -> tuple[KeptTrainSett
     settings = KeptTrainSettings.of(kept_settings(run.extend, kind="train", budget=run.budget))
     finish(home)
     finish_seal(home)  # of a process that was killed at the end of the run
-    plan, done = home.plan(), known_steps(home)
+    plan, done = home.plan(), steps_in_files(home)
     batch = int(stated.get("batch_size", settings.batch_size))
     clip = float(stated.get("clip_norm", settings.clip_norm))
     data = datasets.load(settings.data)

@@ -27,7 +27,7 @@ from noshuffle.release import guard
 from noshuffle.release.extension import FACTS, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, described, edits
-from noshuffle.release.opening import known_steps
+from noshuffle.release.opening import steps_in_files
 from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
 from noshuffle.release.unfinished import EXTENDED, SEAL
 from noshuffle.release.unit_ids import name_to_id
@@ -133,10 +133,10 @@ def steps(found: Found) -> Iterator[str]:
         if not 0 <= row.life < len(found.lives):
             yield f"step {row.step} is of life {row.life}, the ledger has {len(found.lives)}"
             return
-    if known_steps(found.run) > len(rows):
+    if steps_in_files(found.run) > len(rows):
         yield (
             f"the ledger has {len(rows)} steps, checkpoints or statement.json know of "
-            f"{known_steps(found.run)}: rows were cut or lost"
+            f"{steps_in_files(found.run)}: rows were cut or lost"
         )
 
 

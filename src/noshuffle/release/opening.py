@@ -160,7 +160,7 @@ def _damage_named(file: Path) -> Iterator[None]:
 def _ledger_path(folder: RunFolder, plan: Plan) -> Path:
     """The ledger's file; that of a sampled plan, which lists secret draws, is for its owner."""
     file = folder.ledger_file
-    if not file.exists() and known_steps(folder):
+    if not file.exists() and steps_in_files(folder):
         raise ReplayRefused(_behind(file))
     if plan.participation.is_sampled:
         os.close(os.open(file, os.O_RDWR | os.O_CREAT, 0o600))  # its log gets the same mode
@@ -175,7 +175,7 @@ def _check_ledger(folder: RunFolder, ledger: Ledger, ring: KeyRing) -> None:
             f"{folder.path} was being sealed when its process ended: no step can be added; bring "
             "the seal to its end (noshuffle seal)"
         )
-    if ledger.released < known_steps(folder):
+    if ledger.released < steps_in_files(folder):
         raise ReplayRefused(_behind(folder.ledger_file))
     lives = ledger.notes("life")
     told = {life["keys"] for life in lives}
@@ -210,7 +210,7 @@ def _check_ancestors(folder: RunFolder, ledger: Ledger) -> None:
         ledger.note("files", files={file.name: [file_digest(file), file.stat().st_size]})
 
 
-def known_steps(folder: RunFolder) -> int:
+def steps_in_files(folder: RunFolder) -> int:
     """How many steps the folder knows of, its ledger left aside."""
     saved = checkpoint.saved(folder.checkpoints)
     steps = checkpoint.step_of(saved[-1]) if saved else 0
@@ -250,7 +250,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")
     ledger = Ledger(plan.guarded, path=old.ledger_file, unit=plan.unit)
-    if ledger.released < known_steps(old):
+    if ledger.released < steps_in_files(old):
         ledger.let_go()
         raise ReplayRefused(f"{old.ledger_file} lacks steps that were released; bring it back")
     try:

@@ -37,7 +37,7 @@ from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
 from noshuffle.release.ledger_errors import explained
 from noshuffle.release.ledger_tables import Evidence, Row, broken_link
-from noshuffle.release.opening import known_steps
+from noshuffle.release.opening import steps_in_files
 from noshuffle.release.sampler import DRAWS
 from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.signature import private_key, write_signature
@@ -66,7 +66,7 @@ def seal(
     plan = folder.plan()
     signer = None if sign is None else private_key(Path(sign))
     with _opened(folder, plan) as ledger:
-        if ledger.released < known_steps(folder):
+        if ledger.released < steps_in_files(folder):
             raise VerificationFailed(f"{folder.ledger_file} lacks steps that were released")
         removes = plan.participation.is_sampled and not keep_positions
         if removes and (broken := broken_link(ledger.db)):
