@@ -15,7 +15,7 @@ import torch
 
 import noshuffle as ns
 from noshuffle.cli import main
-from noshuffle.release.folder_lock import is_held, take
+from noshuffle.release.folder_lock import is_locked, take
 from noshuffle.report.live import snapshot, sparkline, status_lines
 from noshuffle.statement import meaning
 
@@ -76,7 +76,7 @@ def test_a_run_whose_process_is_gone_stands_still(tmp_path: Path) -> None:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="asks the system for a lock")
 def test_another_process_is_seen_and_not_disturbed(tmp_path: Path) -> None:
-    assert is_held(tmp_path) is None
+    assert is_locked(tmp_path) is None
     ready, told = os.pipe()
     other = os.fork()
     if other == 0:
@@ -85,12 +85,12 @@ def test_another_process_is_seen_and_not_disturbed(tmp_path: Path) -> None:
         signal.pause()
     try:
         if os.read(ready, 4) == b"held":
-            assert is_held(tmp_path)
-            assert is_held(tmp_path)
+            assert is_locked(tmp_path)
+            assert is_locked(tmp_path)
     finally:
         os.kill(other, signal.SIGKILL)
         os.waitpid(other, 0)
-    assert is_held(tmp_path) is False
+    assert is_locked(tmp_path) is False
 
 
 @pytest.mark.parametrize(

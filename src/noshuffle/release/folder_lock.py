@@ -42,7 +42,7 @@ class FolderLock:
 
 
 #: One file per folder and process: to close any other of the same file would end the lock too.
-_HELD: weakref.WeakValueDictionary[tuple[int, int, int], FolderLock] = weakref.WeakValueDictionary()
+_LOCKS = weakref.WeakValueDictionary[tuple[int, int, int], FolderLock]()
 
 
 def take(folder: Path) -> FolderLock | None:
@@ -53,9 +53,9 @@ def take(folder: Path) -> FolderLock | None:
     if not HAS_LOCKS:
         return None
     path = folder / ".lock"
-    held = _HELD.get(_place(os.stat(path))) if path.exists() else None
-    if held is not None:
-        return held
+    lock = _LOCKS.get(_file_of(os.stat(path))) if path.exists() else None
+    if lock is not None:
+        return lock
     file = os.open(path, os.O_RDWR | os.O_CREAT, 0o600)
     try:
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -74,16 +74,16 @@ def take(folder: Path) -> FolderLock | None:
         return take(folder)
     os.ftruncate(file, 0)
     os.pwrite(file, str(os.getpid()).encode(), 0)
-    _HELD[_place(os.fstat(file))] = held = FolderLock(file)
-    return held
+    _LOCKS[_file_of(os.fstat(file))] = lock = FolderLock(file)
+    return lock
 
 
-def is_held(folder: Path) -> bool | None:
+def is_locked(folder: Path) -> bool | None:
     """Whether some process has the folder now; None where that cannot be asked. Takes nothing."""
     path = folder / ".lock"
     if not HAS_LOCKS or sys.platform != "linux" or not path.exists():
         return None
-    if _place(os.stat(path)) in _HELD:  # to open and close it here would end the lock
+    if _file_of(os.stat(path)) in _LOCKS:  # to open and close it here would end the lock
         return True
     try:
         with path.open("rb") as file:
@@ -97,11 +97,11 @@ def is_held(folder: Path) -> bool | None:
 def _is_at(path: Path, file: int) -> bool:
     """Whether others that come to this path find the file that is open here."""
     try:
-        return _place(os.stat(path)) == _place(os.fstat(file))
+        return _file_of(os.stat(path)) == _file_of(os.fstat(file))
     except FileNotFoundError:
         return False
 
 
-def _place(found: os.stat_result) -> tuple[int, int, int]:
+def _file_of(found: os.stat_result) -> tuple[int, int, int]:
     """Which file, in which process: a fork inherits the table and not the locks."""
     return os.getpid(), found.st_dev, found.st_ino

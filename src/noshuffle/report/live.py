@@ -25,7 +25,7 @@ from typing import Any
 
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.folder_lock import is_held
+from noshuffle.release.folder_lock import is_locked
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS, spent
 from noshuffle.report.run import RunRecord, read_run
@@ -103,7 +103,7 @@ def snapshot(path: Path) -> RunSnapshot:
         seconds_since_step=since,
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
         norm_histogram=run.norm_histogram,
-        has_process=is_held(path),
+        has_process=is_locked(path),
         before=run.before,
     )
 
