@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from noshuffle.c_library import text_of
 from noshuffle.clipping import Flat, Ghost, PerExample, native_conv
-from noshuffle.clipping.native_conv import Geometry, Gradients, has_room, is_fit
+from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
 from noshuffle.clipping.rules_conv import Convolution, convolution
 
 needs_loops = pytest.mark.skipif(
@@ -100,7 +100,7 @@ def test_a_border_of_zeros_may_be_left_to_the_loops(case: Any, data: Any) -> Non
     whole = nn.functional.pad(x, [n for pair in reversed(sides) for n in pair])
     g = torch.randn_like(layer(whole).detach())
     how, factors = how_of(layer), torch.rand(size)
-    assert has_room(x, how, sides)
+    assert fits_cache(x, how, sides)
     own = Gradients(x, g, size=size, how=how, sides=sides)
     twin = Gradients(whole, g, size=size, how=how)
     assert torch.equal(own.squares(), twin.squares())

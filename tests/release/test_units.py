@@ -130,7 +130,7 @@ def test_batches_that_come_together_equal_a_dictionary(monkeypatch, limit):
         "add",
         "_widen",
         "place",
-        "_make_room",
+        "_grow",
         "add without C",
         "place without C",
     ],

@@ -129,7 +129,7 @@ class Gradients:
     """Per-example gradients of one convolution: x [B·frames, C, *space], g its output's.
 
     x is padded already, or `sides` says how many zeros go before and after each axis; then each
-    example gets its border in the cache, which must be large enough (`has_room`).
+    example gets its border in the cache, which must be large enough (`fits_cache`).
 
     Guarantees: `squares` and `total` are sums of products in float32, at most a vector's worth of
     partial sums each, the same bits for any number of threads.
@@ -212,7 +212,7 @@ class Gradients:
         together(getattr(self._built, name), self._job, threads=threads)
 
 
-def has_room(x: Tensor, how: Geometry, sides: Sides) -> bool:
+def fits_cache(x: Tensor, how: Geometry, sides: Sides) -> bool:
     """Whether an example of one group fits the cache with its border."""
     return x.shape[1] // how.groups * math.prod(bordered(x.shape[2:], sides)) <= SCRATCH
 

@@ -26,7 +26,7 @@ from torch.nn import grad
 from noshuffle.clipping import conv_halves, conv_kernels
 from noshuffle.clipping.conv_windows import padded, sides_of, windows
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, has_room, is_fit
+from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, fits_cache, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import affine, rule
 from noshuffle.clipping.shared_copies import copy_of
@@ -124,7 +124,7 @@ class Convolution(GradientForm):
         how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
         if self.written or not is_fit(self.x, self.g, how):
             return None
-        is_raw = bool(self.sides) and has_room(self.x, how, self.sides)
+        is_raw = bool(self.sides) and fits_cache(self.x, how, self.sides)
         x, sides = (self.x, self.sides) if is_raw else (self.full, ())
         return Gradients(x, self.g, size=self.size, how=how, sides=sides)
 

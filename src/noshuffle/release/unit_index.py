@@ -155,7 +155,7 @@ class UnitIndex:
             raise Unsupported(f"the guard holds up to two thousand million units, got {count}")
         self._widen(int(units.max()) + 1 if len(units) else 0, most=_PLACES_EACH * count)
         units, is_near = np.ascontiguousarray(units), (units >= 0) & (units < self._own.near)
-        self._make_room(int(self._sizes[2]) + len(units) - int(np.count_nonzero(is_near)))
+        self._grow(int(self._sizes[2]) + len(units) - int(np.count_nonzero(is_near)))
         rows = np.empty(len(units), dtype=np.int64)
         self._c.units_place(*self._own.told, address(units), len(units), address(rows))
         return rows
@@ -174,12 +174,12 @@ class UnitIndex:
             blocks[: len(own.blocks)], marks[: len(own.marks)] = own.blocks, own.marks
             self._own = own.but(blocks=blocks, marks=marks)
 
-    def _make_room(self, far: int) -> None:
+    def _grow(self, far: int) -> None:
         """For so many far units."""
         own = self._own
         if far > len(own.known):
-            blocks = with_room(own.far_blocks, (2 * far >> _BLOCK) + 1)
-            own = self._own = own.but(known=with_room(own.known, far), far_blocks=blocks)
+            blocks = grown(own.far_blocks, (2 * far >> _BLOCK) + 1)
+            own = self._own = own.but(known=grown(own.known, far), far_blocks=blocks)
         if 3 * far > 2 * len(own.slots):
             own = own.but(slots=_zeros(1 << (4 * far - 1).bit_length(), np.uint64))
             self._c.units_hash(*own.table, int(self._sizes[2]))
@@ -191,8 +191,8 @@ def _row(blocks: NDArray[np.int32], at: Units) -> Units:
     return rows + (at & ((1 << _BLOCK) - 1))
 
 
-def with_room(array: NDArray[Any], rows: int, *, likely: int = 0) -> NDArray[Any]:
-    """The array, or one with its rows and room for so many: twice those it has, or `likely`.
+def grown(array: NDArray[Any], rows: int, *, likely: int = 0) -> NDArray[Any]:
+    """The array, or one with its rows that is as long as asked: twice those it has, or `likely`.
 
     What lies behind its rows is not set, and takes no memory before it is. (numpy asks for huge
     pages for such an array, which makes new memory ten times cheaper.)

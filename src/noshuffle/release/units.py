@@ -29,7 +29,7 @@ from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput
 from noshuffle.release.unit_ids import Ids as Ids
-from noshuffle.release.unit_index import address, library, new_index, with_room
+from noshuffle.release.unit_index import address, grown, library, new_index
 
 #: first, last, count
 Record = tuple[int, int, int]
@@ -113,7 +113,7 @@ class UnitTable:
 
     def __init__(self) -> None:
         self._index = new_index()
-        self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row; there is room behind them
+        self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row, and further ones behind them
         # Rows of the units asked for last: a step looks the same ones up several times. Arrays that
         # nobody changes are known by themselves, others by their bytes.
         self._asked: tuple[bytes | Ids, Ids] | None = None
@@ -296,7 +296,7 @@ class UnitTable:
         if records.size and (records.min() < 0 or records.max() >= 1 << 31):
             raise _too_large()
         rows = self._index.place(ids)
-        self._data = with_room(self._data, self._index.rows, likely=self._index.likely)
+        self._data = grown(self._data, self._index.rows, likely=self._index.likely)
         if records.ndim == 1 and (built := library()) is not None:
             own = records.astype(np.int32)
             built.units_fill(address(self._data), address(rows), len(rows), address(own))
