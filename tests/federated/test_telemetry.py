@@ -13,7 +13,7 @@ import pytest
 import noshuffle.federated
 import noshuffle.federated.simulate  # the file; its name must not hide the function
 from noshuffle.errors import Unsupported
-from noshuffle.federated import telemetry as quiet
+from noshuffle.federated import telemetry
 
 
 def test_public_names_are_there() -> None:
@@ -26,10 +26,10 @@ def test_public_names_are_there() -> None:
 
 
 def test_switches_are_set_but_not_overruled(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in quiet.QUIET:
+    for name in telemetry.SWITCHES:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("FLWR_TELEMETRY_ENABLED", "1")
-    quiet.be_quiet()
+    telemetry.switch_off()
     assert os.environ["FLWR_TELEMETRY_ENABLED"] == "1"
     assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
@@ -38,7 +38,7 @@ def test_switches_are_set_but_not_overruled(monkeypatch: pytest.MonkeyPatch) -> 
 def test_a_missing_extra_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.raises(Unsupported, match=r"needs flwr.*pip install 'noshuffle\[federated\]'"):
-        quiet.need_flower()
+        telemetry.need_flower()
 
 
 def test_a_client_does_not_wait_for_the_server_half() -> None:

@@ -20,7 +20,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from noshuffle.federated.telemetry import be_quiet
+from noshuffle.federated.telemetry import switch_off
 
 if TYPE_CHECKING:
     from noshuffle.federated.clients import LocalTraining as LocalTraining
@@ -71,4 +71,4 @@ class _FederatedModule(ModuleType):
 
 
 sys.modules[__name__].__class__ = _FederatedModule
-be_quiet()  # before anything here imports Flower
+switch_off()  # before anything here imports Flower

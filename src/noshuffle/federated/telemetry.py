@@ -4,7 +4,7 @@ Importing `noshuffle.federated` switches off these reports in this process, unle
 says otherwise. Processes that Flower starts by itself need the same variables set where they are
 started (see docs/federated.md).
 
->>> sorted(QUIET)
+>>> sorted(SWITCHES)
 ['FLWR_DISABLE_UPDATE_CHECK', 'FLWR_TELEMETRY_ENABLED', 'RAY_USAGE_STATS_ENABLED']
 """
 
@@ -15,16 +15,16 @@ import os
 
 from noshuffle.errors import Unsupported
 
-QUIET = {
+SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
     "FLWR_DISABLE_UPDATE_CHECK": "1",
     "RAY_USAGE_STATS_ENABLED": "0",
 }
 
 
-def be_quiet() -> None:
+def switch_off() -> None:
     """Set what is not set. Flower reads its own when it is first imported."""
-    for name, value in QUIET.items():
+    for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
 
 
