@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from noshuffle import triton_shim
-from noshuffle.triton_shim import KnownLaunches
+from noshuffle.triton_shim import LaunchCache
 
 
 def kernel(x: Any, out: Any, count: Any, WIDTH: Any, IS_TOTAL: Any) -> None:
@@ -40,7 +40,7 @@ class Jitted:
         self.log: list[Any] = []
         self.pre_run_hooks: list[Any] = []
         self.refuses = refuses
-        self.known = KnownLaunches(self, kernel)
+        self.known = LaunchCache(self, kernel)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         self.log.append(("plain", grid, args, options))

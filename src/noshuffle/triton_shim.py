@@ -1,11 +1,11 @@
 """Triton where it is, and a stand-in where it is not, so that kernel files can always be read.
 
-    jit        triton.jit, launched by `KnownLaunches`; or a decorator that changes nothing
+    jit        triton.jit, launched by `LaunchCache`; or a decorator that changes nothing
     constant   tl.constexpr, or the plain number
     tl         triton.language, or None: kernel texts name it, and only launched ones use it
 
 Triton looks at every argument of every launch to find what it compiled for such arguments, which
-takes the host longer than most of these kernels run. `KnownLaunches` remembers that for launches it
+takes the host longer than most of these kernels run. `LaunchCache` remembers that for launches it
 has seen: the same numbers, types and options, and tensors of the same types that begin as far
 behind a border of 128 bytes (Triton asks about 16). All else goes Triton's own way.
 
@@ -35,7 +35,7 @@ MOST = 64
 _ALIGNED = 127
 
 
-class KnownLaunches:
+class LaunchCache:
     """Launches of one kernel, in the place of its `run`.
 
     Guarantees: a launch is by the kernel that Triton itself has chosen for arguments which agree in
@@ -102,7 +102,7 @@ try:
         kernel: Any = triton.jit(function)
         is_compiled = type(kernel) is triton.runtime.JITFunction and torch.version.cuda is not None
         if is_compiled and _is_known(triton.__version__):
-            kernel.run = KnownLaunches(kernel, function)
+            kernel.run = LaunchCache(kernel, function)
         return kernel
 
 except ImportError:
