@@ -21,7 +21,7 @@ from noshuffle.release import tags
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.training.compiled.graphs import Captured
-from noshuffle.training.compiled.update import Held, Update
+from noshuffle.training.compiled.update import FrozenSetting, Update
 from noshuffle.training.step_parts import Parts
 
 
@@ -69,7 +69,7 @@ class CapturedRelease:
         self._is_kept = is_kept
         self._grads: dict[nn.Parameter, Tensor] = {}
         self.update: Update | None = None
-        self._held: list[Held] = []
+        self._frozen: list[FrozenSetting] = []
         self._hash = self._release = Captured(lambda: None, captures=False)
         self._ring: DigestRing | None = None
         self._printer: Printer | None = None
@@ -102,7 +102,7 @@ class CapturedRelease:
             if self._moving is not None:
                 self._moving.prepare()
         self._release = self._captured(self._do)
-        self._held = update.held()
+        self._frozen = update.frozen()
 
     # -- what the graphs hold ------------------------------------------------------------------
 
@@ -175,7 +175,7 @@ class CapturedRelease:
         assert update is not None
         if not update.is_captured or not self.captures:
             return update.is_for_now and self.captures
-        return not update.is_as(self._held)
+        return not update.is_as(self._frozen)
 
     def reset(self) -> None:
         """Expect nothing that is on its way: somebody may have been interrupted before a graph was

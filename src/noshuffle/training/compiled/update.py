@@ -36,7 +36,7 @@ _FUSED_TYPES = (torch.float32, torch.float16, torch.bfloat16)
 _NO_SCALER: dict[str, Any] = {"grad_scale": None, "found_inf": None}
 
 #: A dictionary, a key, and the value that a graph was captured with.
-Held = tuple[dict[Any, Any], Any, Any]
+FrozenSetting = tuple[dict[Any, Any], Any, Any]
 
 
 class Update:
@@ -59,22 +59,24 @@ class Update:
     def prepare(self) -> None:
         """Bring about the state that `run` works on."""
 
-    def held(self) -> list[Held]:
+    def frozen(self) -> list[FrozenSetting]:
         """What a graph freezes: settings of the groups, and the optimizer's tensors."""
         groups, state = self.optimizer.param_groups, self.optimizer.state
-        found: list[Held] = [(g, k, v) for g in groups for k, v in g.items() if k not in self.free]
+        found: list[FrozenSetting] = [
+            (g, k, v) for g in groups for k, v in g.items() if k not in self.free
+        ]
         for own in state.values():
             found += [(own, k, v) for k, v in own.items() if isinstance(v, Tensor) and v.dim()]
         self._seen = (groups, state, len(groups), len(state))
         return found
 
-    def is_as(self, held: list[Held]) -> bool:
+    def is_as(self, frozen: list[FrozenSetting]) -> bool:
         """Whether everything is still as it was when a graph was captured."""
         groups, state, *counts = self._seen
         now = self.optimizer.param_groups, self.optimizer.state
         if now[0] is not groups or now[1] is not state or counts != [len(groups), len(state)]:
             return False
-        for own, key, value in held:
+        for own, key, value in frozen:
             other = own.get(key)
             if other is not value and (isinstance(value, Tensor) or other != value):
                 return False
