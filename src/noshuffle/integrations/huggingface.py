@@ -37,7 +37,7 @@ from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.integrations.huggingface_checks import (
-    has_places,
+    is_indexable,
     looked_at,
     part_size,
     participation_of,
@@ -239,7 +239,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
     def _ids(self, rows: int) -> Any:
         """Which examples of the data set (whose) a batch holds: it is read in order."""
         data: Any = self.train_dataset
-        if not has_places(data):
+        if not is_indexable(data):
             if self._units is not None:
                 raise InvalidInput("units= needs a data set with a length and rows in order")
             return None

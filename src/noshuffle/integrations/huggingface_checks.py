@@ -65,7 +65,7 @@ def part_size(args: transformers.TrainingArguments) -> int:
     return int(args.per_device_train_batch_size) * int(args.world_size)
 
 
-def has_places(data: Any) -> bool:
+def is_indexable(data: Any) -> bool:
     """Whether rows are read by number, and so in order; a stream with a length may shuffle."""
     return hasattr(data, "__len__") and not isinstance(data, IterableDataset)
 
@@ -73,8 +73,8 @@ def has_places(data: Any) -> bool:
 Looked = tuple[int, str, list[str]]
 
 
-def spread_places(data: Any) -> list[int]:
-    """Up to eight places over the whole of a data set, the first and the last among them."""
+def spread_rows(data: Any) -> list[int]:
+    """Numbers of up to eight rows all over a data set, the first and the last among them."""
     return sorted({i * (len(data) - 1) // 7 for i in range(8)}) if len(data) else []
 
 
@@ -82,7 +82,7 @@ def looked_at(data: Any, units: Any, *, secret: bytes = b"") -> Looked:
     """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
     before, print_of = rng_state(), partial(_fingerprint, secret=secret)
     try:
-        pairs = [(print_of(data[i]), print_of(data[i])) for i in spread_places(data)]
+        pairs = [(print_of(data[i]), print_of(data[i])) for i in spread_rows(data)]
     finally:
         restore_rng(before)
     whose = "" if units is None else print_of(units)
@@ -133,7 +133,7 @@ def refuse_mixed_rows(loader: Any, *, has_units: bool) -> None:
     moved on by one place, rows move on as well. Of a collator that draws nothing is said.
     """
     data, before = loader.dataset, rng_state()
-    if not has_places(data) or (size := min(8, len(data), loader.batch_size or 8)) < 2:
+    if not is_indexable(data) or (size := min(8, len(data), loader.batch_size or 8)) < 2:
         return
     order = range(size)
 
@@ -197,7 +197,7 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
         "several devices in one process (DataParallel); start one process for each: accelerate "
         "launch --num_processes": args.n_gpu > 1,
         "a data set without a length on several processes, which may read it differently": (
-            args.world_size > 1 and not has_places(trainer.train_dataset)
+            args.world_size > 1 and not is_indexable(trainer.train_dataset)
         ),
         "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
             args.deepspeed or getattr(args, "fsdp", None)
@@ -243,10 +243,10 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
                 f"the Trainer makes {wanted.steps} steps, {per_epoch} an epoch; the plan has "
                 f"{plan.steps}, {planned} an epoch; fit it for participation_of(args, dataset)"
             )
-        if has_places(data) and not drops:
+        if is_indexable(data) and not drops:
             advice = "fit it for participation_of(args, dataset)"
             refuse_passes(plan, steps=wanted.steps, per_pass=per_epoch, advice=advice)
-    if units is not None and has_places(data) and len(units) != len(data):
+    if units is not None and is_indexable(data) and len(units) != len(data):
         raise InvalidInput(
             f"units must say whose each row of train_dataset is: {len(data)}, got {len(units)}"
         )

@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput
-from noshuffle.integrations.huggingface_checks import has_places, spread_places
+from noshuffle.integrations.huggingface_checks import is_indexable, spread_rows
 from noshuffle.training.rng import restore_rng, rng_state
 
 #: Rows that are looked at, beside some further on, and how many of them are asked for their loss.
@@ -45,7 +45,7 @@ def refuse_padding(
     first step does that.
     """
     data = loader.dataset
-    if not has_places(data) or len(data) < 2:
+    if not is_indexable(data) or len(data) < 2:
         return
     before, is_training = rng_state(), model.training
     device = next(model.parameters()).device
@@ -64,7 +64,7 @@ def refuse_padding(
         model.eval()
         is_half = any(p.element_size() < 4 for p in model.parameters()) or _is_cast(autocast)
         share, least = _TOLERANCE_HALF if is_half else _TOLERANCE
-        places = sorted({*range(min(_FIRST, len(data))), *spread_places(data)})
+        places = sorted({*range(min(_FIRST, len(data))), *spread_rows(data)})
         together = collated(places)
         if batch_size((together,)) != len(places) or not _are_alike(together, collated(places)):
             return

@@ -19,7 +19,7 @@ import transformers
 from noshuffle.errors import InvalidInput
 from noshuffle.integrations.huggingface_checks import (
     Looked,
-    has_places,
+    is_indexable,
     looked_at,
     refuse_mixed_rows,
     refuse_moved_data,
@@ -63,7 +63,7 @@ class TrainerWatch(transformers.TrainerCallback):
         trainer._batches, self._is_first = 0, False
         if not is_first or (state.epoch or 0.0) >= 1.0:  # it may go on in a later one
             trainer.private.read_again()
-        if is_first and has_places(trainer.train_dataset):
+        if is_first and is_indexable(trainer.train_dataset):
             steps = trainer.private.steps_done % steps_per_epoch(args, trainer.train_dataset)
             trainer._batches = steps * args.gradient_accumulation_steps
 
@@ -101,7 +101,7 @@ class TrainerState:
     def _looked(self) -> Looked | None:
         """Some rows, by a secret of the run: after a seal nobody can try out what they held."""
         made = self._trainer
-        if not has_places(made.train_dataset):
+        if not is_indexable(made.train_dataset):
             return None
         secret = made.private._parts.secret
         return looked_at(made.train_dataset, made._units, secret=secret)
