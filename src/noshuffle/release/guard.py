@@ -131,7 +131,7 @@ def _allows(rule: Participation, step: int, first: Any, last: Any, count: Any) -
     raise Unsupported(f"no participation rule is known for {type(rule).__name__}")
 
 
-def is_batch_known(
+def is_content_enough(
     participation: Participation, *, step: int, last: Any, is_read_again: bool = False
 ) -> bool:
     """Whether batches without ids, last seen then, may be told apart by content at this step.
@@ -228,7 +228,7 @@ def violations(
             reason = why_not(rule, step=step, record=seen.record(refused[0]))
             unit = int(units[refused[0]])
             yield f"unit {unit} should not have taken part in step {step}: {reason}"
-        elif by_content and not is_batch_known(rule, step=step, last=seen.last):
+        elif by_content and not is_content_enough(rule, step=step, last=seen.last):
             yield f"the batch of step {step} did not come in the epoch before, and has no ids"
         table.update(units, step=step, first=starts_anew(rule, step=step, seen=seen))
 

@@ -6,7 +6,7 @@
 A step that was released before may be repeated only if its clipped sum is the same to the bit: its
 row holds a keyed digest of the sum. Without ids a batch is its own unit, named by its content: a
 weaker check, and the statement says so; every epoch must then bring the batches of the one before
-(`guard.is_batch_known`), under independent noise in any order.
+(`guard.is_content_enough`), under independent noise in any order.
 
 State: the file (`path=None`: memory); the table of units, which learns of the last recorded step
 when it is next asked (`settle`); the units of batches that came before; when examples were last
@@ -199,7 +199,7 @@ class Ledger(LedgerFile):
             is_fine = bool(guard.is_admitted(self.participation, step=step, seen=seen).all())
             last = seen.last
         again = self.is_read_again
-        is_fine = is_fine and guard.is_batch_known(
+        is_fine = is_fine and guard.is_content_enough(
             self.participation, step=step, last=last, is_read_again=again
         )
         if not is_fine and not drop:
