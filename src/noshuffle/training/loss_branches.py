@@ -24,7 +24,7 @@ from types import CodeType
 from typing import NamedTuple
 
 #: Where a call was made: code and instruction, of the innermost frame first.
-Place = tuple[CodeType, int]
+CallSite = tuple[CodeType, int]
 FINITE = ("isnan", "isfinite", "isinf")
 FUNCTIONS = (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)
 CHOICES = ("min", "max", "sorted", "clip", "clamp")
@@ -35,7 +35,7 @@ RETURNED = -(1 << 30)
 class ParsedFile(NamedTuple):
     """A file: its expressions by their places (the outermost), and what each is a part of."""
 
-    by_place: dict[tuple[int | None, ...], ast.expr | ast.Assert]
+    by_position: dict[tuple[int | None, ...], ast.expr | ast.Assert]
     parents: dict[ast.AST, ast.AST]
 
     def followed(self, node: ast.AST, choice: int, ends: set[ast.AST], seen: set[ast.AST]) -> int:
@@ -128,28 +128,28 @@ def _source(path: str) -> ParsedFile | None:
         tree = ast.parse("".join(linecache.getlines(path)))
     except (SyntaxError, ValueError):
         return None
-    by_place: dict[tuple[int | None, ...], ast.expr | ast.Assert] = {}
+    by_position: dict[tuple[int | None, ...], ast.expr | ast.Assert] = {}
     parents: dict[ast.AST, ast.AST] = {}
     for node in ast.walk(tree):
         parents.update((child, node) for child in ast.iter_child_nodes(node))
         if isinstance(node, ast.expr | ast.Assert):
             at = (node.lineno, node.end_lineno, node.col_offset, node.end_col_offset)
-            by_place.setdefault(at, node)
-    return ParsedFile(by_place, parents)
+            by_position.setdefault(at, node)
+    return ParsedFile(by_position, parents)
 
 
-def line_of(places: Sequence[Place]) -> str:
-    """File and line of a place, for people."""
-    if not places:
+def line_of(sites: Sequence[CallSite]) -> str:
+    """File and line of a call, for people."""
+    if not sites:
         return "?"
-    code, at = places[0]
+    code, at = sites[0]
     line = next(iter(_span(code, at)), None) or code.co_firstlineno
     return f"{Path(code.co_filename).name}:{line}"
 
 
 def branch_of(
-    places: Sequence[Place],
-    to: Sequence[Place] = (),
+    sites: Sequence[CallSite],
+    to: Sequence[CallSite] = (),
     *,
     is_test: bool = False,
     choice: str = "",
@@ -159,22 +159,22 @@ def branch_of(
     `to`: where the gradient of the loss is asked for; `is_test`: torch was asked for a truth value,
     which is a test unless it is seen to be none; `choice`: a comparison that it came from.
     """
-    if not places:
+    if not sites:
         return choice
-    file = places[0][0].co_filename
+    file = sites[0][0].co_filename
     source = _source(file)
-    node = source.by_place.get(_span(*places[0])) if source is not None else None
+    node = source.by_position.get(_span(*sites[0])) if source is not None else None
     if source is None or node is None:
-        return choice or (line_of(places) if is_test else "")
-    own = (source.by_place.get(_span(*place)) for place in to if place[0].co_filename == file)
+        return choice or (line_of(sites) if is_test else "")
+    own = (source.by_position.get(_span(*site)) for site in to if site[0].co_filename == file)
     ends: set[ast.AST] = {one for one in own if one is not None}
     found = source.followed(node, node.lineno if is_test or choice else 0, ends, set())
     line = choice or f"{Path(file).name}:{abs(found)}"
     if found == RETURNED:
-        return branch_of(places[1:], to)
-    return branch_of(places[1:], to, choice=line) if found < 0 else line if found else ""
+        return branch_of(sites[1:], to)
+    return branch_of(sites[1:], to, choice=line) if found < 0 else line if found else ""
 
 
 def _span(code: CodeType, at: int) -> tuple[int | None, ...]:
-    places = list(code.co_positions())
-    return tuple(places[at // 2]) if 0 <= at // 2 < len(places) else ()
+    positions = list(code.co_positions())
+    return tuple(positions[at // 2]) if 0 <= at // 2 < len(positions) else ()

@@ -169,7 +169,7 @@ def constants_of(
             is_one = hasattr(one, "__array__")
         found = values(one) if is_one else None
         if found is not None:
-            yield Constant(order, number, call.name, line_of(call.places), place, one, found)
+            yield Constant(order, number, call.name, line_of(call.sites), place, one, found)
 
 
 class EarlierNumbers:

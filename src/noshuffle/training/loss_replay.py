@@ -54,7 +54,7 @@ from noshuffle.training.loss_numbers import (
     values,
 )
 from noshuffle.training.loss_rows import Call, constant_tensors, has_rows, is_data, memory
-from noshuffle.training.loss_trace import LOGGING, LossTrace, places_of
+from noshuffle.training.loss_trace import LOGGING, LossTrace, call_sites
 
 IS_CONSTANT = (
     "{found}. Only a tensor of {size} rows that the model was not given did this: if it is a "
@@ -160,11 +160,11 @@ class Repetition:
         if self.is_coupled():
             return Coupling(COUPLED.format(name=ROWS))
         doubts = list[str]()
-        ends = places_of(sys._getframe(), (*LOGGING, "noshuffle"), 8)
+        ends = call_sites(sys._getframe(), (*LOGGING, "noshuffle"), 8)
         for number, read in self._trace.reads.items():
             if number in self._finite or number not in self._tainted:
                 continue
-            line = branch_of(read.places, ends, is_test=read.is_test)
+            line = branch_of(read.sites, ends, is_test=read.is_test)
             if line and read.is_test and number in self._moved:
                 return Coupling(COUPLED.format(name=BRANCH.format(line=line)))
             if line and (read.is_test or number in self._moved):

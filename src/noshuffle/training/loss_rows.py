@@ -24,7 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from noshuffle.training.loss_branches import Place
+from noshuffle.training.loss_branches import CallSite
 
 #: Functions whose arguments after the first are constants: of layers, and lengths of sequences.
 LAYERS = (
@@ -50,7 +50,7 @@ class Call(NamedTuple):
     result: Any
     has_grad: bool
     cast: torch.dtype | None
-    places: Sequence[Place] = ()  # where it was made
+    sites: Sequence[CallSite] = ()  # where it was made
 
     @property
     def name(self) -> str:

@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.training.generators import generators
-from noshuffle.training.loss_branches import Place
+from noshuffle.training.loss_branches import CallSite
 from noshuffle.training.loss_numbers import MOST_NUMBERS, EarlierNumbers, values
 from noshuffle.training.loss_rows import Call, memory
 
@@ -49,7 +49,7 @@ class Read(NamedTuple):
     """Numbers that Python has from a tensor, and who asked for them."""
 
     values: Tensor
-    places: list[Place]
+    sites: list[CallSite]
     is_test: bool
 
 
@@ -106,14 +106,14 @@ class LossTrace(TorchFunctionMode):
         self._bytes += sum(one.nbytes for one in (*made, *kept))  # these are copied
         if read is not None:
             self._bytes += read.nbytes
-            places = places_of(frame, METHODS, MOST_FRAMES)
+            sites = call_sites(frame, METHODS, MOST_FRAMES)
             is_truth = len(read) == 1 and call.given[0].dtype is torch.bool
-            self.reads[len(self.calls)] = Read(read, places, call.name in TESTS or is_truth)
+            self.reads[len(self.calls)] = Read(read, sites, call.name in TESTS or is_truth)
             call = call._replace(result=None)
         if len(self.calls) == MOST_CALLS or self._bytes > MOST_BYTES:
             self.drop()
             return
-        self.calls.append(call._replace(places=places_of(frame, LOGGING, 1)))
+        self.calls.append(call._replace(sites=call_sites(frame, LOGGING, 1)))
         is_mask = any(one.dtype is torch.bool for one in call.given[1:])
         self._has_selected |= call.name in SELECTIONS or (call.name == "__getitem__" and is_mask)
 
@@ -143,9 +143,9 @@ class LossTrace(TorchFunctionMode):
                 torch._C._push_on_torch_function_stack(one)
 
 
-def places_of(frame: FrameType | None, passed: Sequence[str], most: int) -> list[Place]:
+def call_sites(frame: FrameType | None, passed: Sequence[str], most: int) -> list[CallSite]:
     """Where a call was made, after the first frames that are `passed`; up to a library's own."""
-    found = list[Place]()
+    found = list[CallSite]()
     while frame is not None and len(found) < most:
         name = str(frame.f_globals.get("__name__", ""))
         root = name.partition(".")[0]
