@@ -98,7 +98,7 @@ def privatize_distributed(
         if block is not None:
             whole(block=block)
         parameters = trainable(inner)
-        shards.places(parameters, team)
+        shards.layouts(parameters, team)
         return {
             "plan": plan.hash,
             "key": None if source is None else source.fingerprint,
@@ -118,7 +118,7 @@ def privatize_distributed(
 
     team.agree("privatize_distributed", described)
     parameters = trainable(inner)
-    places = shards.places(parameters, team)
+    layouts = shards.layouts(parameters, team)
     device = one_device(parameters)
     is_sharded = shards.is_sharded(inner)
     if is_sharded:
@@ -133,11 +133,11 @@ def privatize_distributed(
             Release(
                 plan,
                 opened,
-                {name: place.local for name, place in places.items()},
+                {name: layout.local for name, layout in layouts.items()},
                 clip=bound,
                 divisor=batch_size,
                 device=device,
-                starts={name: place.start for name, place in places.items()},
+                starts={name: layout.start for name, layout in layouts.items()},
                 facts={"initial": initial, "isolation": "tried"},
             )
         )
@@ -155,7 +155,7 @@ def privatize_distributed(
         release=made[0],
         **Choices(reduce, on_violation, loss_reduction, on_replay).of_steps(plan, device),
         team=team,
-        places=places,
+        layouts=layouts,
         block=block or -(-batch_size // BLOCKS),
         is_sharded=is_sharded,
     )

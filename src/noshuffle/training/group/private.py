@@ -132,36 +132,36 @@ class GroupPrivate(Private):
     def state_dict(self) -> dict[str, Any]:
         """The whole state, the same on every rank and for any number of them."""
         state = super().state_dict()
-        places, team = self._parts.places, self._parts.team
+        layouts, team = self._parts.layouts, self._parts.team
         device = next(iter(self._parts.parameters.values())).device
         noise = dict(state["noise"])
         noise["buffers"] = {  # in one order on every rank; a stream lists empty shards first
             name: shards.gather_rows(
-                noise["buffers"][name], places[name], team, dim=1, device=device
+                noise["buffers"][name], layouts[name], team, dim=1, device=device
             )
             for name in sorted(noise["buffers"])
         }
-        noise["shapes"] = {name: list(place.shape) for name, place in places.items()}
-        noise["starts"] = dict.fromkeys(places, 0)
+        noise["shapes"] = {name: list(layout.shape) for name, layout in layouts.items()}
+        noise["starts"] = dict.fromkeys(layouts, 0)
         state = {**state, "noise": noise}
         return {key: shards.whole(value) for key, value in state.items()}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Go on where a whole state was taken, by this or another number of ranks."""
-        places, parameters = self._parts.places, self._parts.parameters
+        layouts, parameters = self._parts.layouts, self._parts.parameters
         noise = state["noise"]
         if noise is not None:  # None: a phase begins here (`release.extension`)
-            if noise.get("shapes") != {n: list(p.shape) for n, p in places.items()}:
+            if noise.get("shapes") != {n: list(p.shape) for n, p in layouts.items()}:
                 raise InvalidInput("the saved state belongs to a model with other parameters")
             buffers = {
-                name: value[:, places[name].rows] if places[name].is_sharded else value
+                name: value[:, layouts[name].rows] if layouts[name].is_sharded else value
                 for name, value in noise["buffers"].items()
             }
-            shapes = {name: list(place.local) for name, place in places.items()}
-            starts = {name: place.start for name, place in places.items()}
+            shapes = {name: list(layout.local) for name, layout in layouts.items()}
+            starts = {name: layout.start for name, layout in layouts.items()}
             noise = {**noise, "buffers": buffers, "shapes": shapes, "starts": starts}
         model = {
-            name: shards.cut(value, parameters[name].data, places[name])
+            name: shards.cut(value, parameters[name].data, layouts[name])
             if name in parameters
             else value
             for name, value in state["model"].items()
@@ -182,7 +182,7 @@ class GroupPrivate(Private):
             if name is None or index not in found:
                 continue
             found[index] = {
-                key: shards.cut(value, parameter.data, self._parts.places[name])
+                key: shards.cut(value, parameter.data, self._parts.layouts[name])
                 if isinstance(value, torch.Tensor) and value.shape == parameter.shape
                 else value
                 for key, value in found[index].items()

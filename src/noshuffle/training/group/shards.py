@@ -36,7 +36,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 @dataclass(frozen=True)
-class Place:
+class ShardLayout:
     """Where the part of one parameter that this rank holds lies in the whole."""
 
     shape: tuple[int, ...]
@@ -51,15 +51,15 @@ class Place:
         return slice(first, first + self.local[0])
 
 
-def places(parameters: Mapping[str, nn.Parameter], team: Team) -> dict[str, Place]:
-    """The place of every parameter; a layout whose shards are not contiguous is refused."""
-    return {name: _place(name, parameter, team) for name, parameter in parameters.items()}
+def layouts(parameters: Mapping[str, nn.Parameter], team: Team) -> dict[str, ShardLayout]:
+    """The layout of every parameter; a layout whose shards are not contiguous is refused."""
+    return {name: _layout(name, parameter, team) for name, parameter in parameters.items()}
 
 
-def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
+def _layout(name: str, parameter: nn.Parameter, team: Team) -> ShardLayout:
     shape, value = tuple(parameter.shape), parameter.data
     if not isinstance(value, DTensor):
-        return Place(shape, shape, 0, False)
+        return ShardLayout(shape, shape, 0, False)
     layout = value.placements
     if len(layout) != 1 or layout[0] not in (Shard(0), Replicate()):
         raise Unsupported(
@@ -74,10 +74,10 @@ def _place(name: str, parameter: nn.Parameter, team: Team) -> Place:
         )
     local = tuple(value.to_local().shape)
     if layout[0] == Replicate():
-        return Place(shape, local, 0, False)
+        return ShardLayout(shape, local, 0, False)
     rows = -(-shape[0] // team.size)
     first = min(team.rank * rows, shape[0])
-    return Place(shape, local, first * math.prod(shape[1:]), True)
+    return ShardLayout(shape, local, first * math.prod(shape[1:]), True)
 
 
 def add_up(total: Tensor, team: Team) -> None:
@@ -86,17 +86,17 @@ def add_up(total: Tensor, team: Team) -> None:
         dist.all_reduce(total, group=team.group)
 
 
-def reduce(total: Tensor, place: Place, team: Team) -> Tensor:
+def reduce(total: Tensor, layout: ShardLayout, team: Team) -> Tensor:
     """Add a 64-bit integer tensor up over the ranks; returns the part that belongs here."""
-    if not place.is_sharded:
+    if not layout.is_sharded:
         add_up(total, team)
         return total
-    rows = -(-place.shape[0] // team.size)
-    padded = total.new_zeros((rows * team.size, *place.shape[1:]))
-    padded[: place.shape[0]] = total
-    out = total.new_empty((rows, *place.shape[1:]))
+    rows = -(-layout.shape[0] // team.size)
+    padded = total.new_zeros((rows * team.size, *layout.shape[1:]))
+    padded[: layout.shape[0]] = total
+    out = total.new_empty((rows, *layout.shape[1:]))
     _reduce_scatter(out, padded, group=team.group)
-    return out[: place.local[0]]
+    return out[: layout.local[0]]
 
 
 def like(value: Tensor, parameter: Tensor) -> Tensor:
@@ -104,16 +104,16 @@ def like(value: Tensor, parameter: Tensor) -> Tensor:
     if not isinstance(parameter, DTensor):
         return value
     layout: Any = {"shape": parameter.shape, "stride": parameter.stride()}
-    mesh, places = parameter.device_mesh, parameter.placements
-    made: Tensor = DTensor.from_local(value, mesh, places, run_check=False, **layout)
+    mesh, placements = parameter.device_mesh, parameter.placements
+    made: Tensor = DTensor.from_local(value, mesh, placements, run_check=False, **layout)
     return made
 
 
-def cut(value: Tensor, parameter: Tensor, place: Place) -> Tensor:
+def cut(value: Tensor, parameter: Tensor, layout: ShardLayout) -> Tensor:
     """My part of a whole tensor that has the shape of `parameter`, laid out like it."""
     if not isinstance(parameter, DTensor):
         return value
-    mine = value[place.rows] if place.is_sharded else value
+    mine = value[layout.rows] if layout.is_sharded else value
     return like(mine.to(parameter.to_local().device).clone(), parameter)
 
 
@@ -123,21 +123,21 @@ def whole(state: Any) -> Any:
 
 
 def gather_rows(
-    value: Tensor, place: Place, team: Team, *, dim: int, device: torch.device
+    value: Tensor, layout: ShardLayout, team: Team, *, dim: int, device: torch.device
 ) -> Tensor:
-    """A plain tensor whose axis `dim` is sharded as `place` says, as a whole, in ordinary memory.
+    """A plain tensor whose axis `dim` is sharded as `layout` says, as a whole, in ordinary memory.
 
     It travels from `device`, since NCCL takes nothing from elsewhere.
     """
-    if not place.is_sharded:
+    if not layout.is_sharded:
         return value
-    rows = -(-place.shape[0] // team.size)
+    rows = -(-layout.shape[0] // team.size)
     mine = value.movedim(dim, 0).to(device)
     padded = mine.new_zeros((rows, *mine.shape[1:]))
     padded[: mine.shape[0]] = mine
     out = mine.new_empty((rows * team.size, *mine.shape[1:]))
     _all_gather(out, padded, group=team.group)
-    return out[: place.shape[0]].movedim(0, dim).contiguous().cpu()
+    return out[: layout.shape[0]].movedim(0, dim).contiguous().cpu()
 
 
 def is_sharded(model: nn.Module) -> bool:

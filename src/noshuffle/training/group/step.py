@@ -37,7 +37,7 @@ from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
 from noshuffle.training.group.ledger import GroupLedger
-from noshuffle.training.group.shards import Place
+from noshuffle.training.group.shards import ShardLayout
 from noshuffle.training.group.team import Team, all_agree
 from noshuffle.training.hooks import untraced
 from noshuffle.training.outcome import Outcome, Unread
@@ -50,7 +50,7 @@ class GroupParts(Parts):
     """Everything a step is made of, and who takes it together."""
 
     team: Team = field(kw_only=True)
-    places: dict[str, Place] = field(kw_only=True)
+    layouts: dict[str, ShardLayout] = field(kw_only=True)
     block: int = field(kw_only=True)
     is_sharded: bool = field(kw_only=True)
     #: Captured sums of blocks, once a step has asked for them; or the reason why there are none.
@@ -233,7 +233,7 @@ class GroupStep(Step):
         parts, at = self.parts, 0
         clip, device = parts.threshold.clip, parts.device
         key = parts.release.mask_key(self.index) or parts.secret
-        shapes = {name: place.shape for name, place in parts.places.items()}
+        shapes = {name: layout.shape for name, layout in parts.layouts.items()}
         bound = clip.bound(tuple(shapes))
         if self._fixed is None:
             self._fixed = FixedSum(shapes, bound=bound, device=device)
@@ -304,7 +304,7 @@ class GroupStep(Step):
         values = {}
         for name, dtype in wide.items():
             total = self._fixed.values.pop(name)
-            mine = shards.reduce(total, parts.places[name], team)
+            mine = shards.reduce(total, parts.layouts[name], team)
             values[name] = self._fixed.to_float(mine, dtype)
         return values
 
@@ -328,7 +328,7 @@ class GroupStep(Step):
             value = values[name]
             if parts.is_sharded:
                 whole = shards.gather_rows(
-                    value, parts.places[name], parts.team, dim=0, device=value.device
+                    value, parts.layouts[name], parts.team, dim=0, device=value.device
                 )
                 value = whole.to(value.device)
             of_sum = parts.release.digest({name: value})
