@@ -40,8 +40,8 @@ from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Participa
 from noshuffle.plan_fit import fitted
 from noshuffle.plan_statement import statement_of
 from noshuffle.statement import PrivacyStatement
+from noshuffle.strategies.custom import check_custom
 from noshuffle.strategies.identity import Identity
-from noshuffle.strategies.own import check_own
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
@@ -94,7 +94,7 @@ class Plan:
         if not self.tree_accounting or not isinstance(self.strategy, Tree):
             object.__setattr__(self, "tree_accounting", "tight")
         one_of(TREE_ACCOUNTINGS, tree_accounting=self.tree_accounting)
-        check_own(self.strategy, self.steps)
+        check_custom(self.strategy, self.steps)
         plan_accountant.refuse_what_is_not_proved(self)
         _ = self.sensitivity  # refuses correlated noise under sampling, and horizons too short
 

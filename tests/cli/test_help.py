@@ -12,8 +12,8 @@ from typer.main import get_command
 from noshuffle.cli import app, main, mechanisms
 from noshuffle.cli.commands import COMMANDS, command
 from noshuffle.cli.help_page import all_commands, one_command
+from noshuffle.strategies.custom import _CustomFit
 from noshuffle.strategies.mechanisms import MECHANISMS
-from noshuffle.strategies.own import _OwnFit
 
 HEAVY = ("typer", "click", "rich", "numpy", "scipy", "torch", "sqlite3", "matplotlib")
 
@@ -25,7 +25,7 @@ def test_the_list_says_what_the_commands_say() -> None:
 
 
 def test_names_for_the_help_are_those_of_the_library() -> None:
-    known = [name for name, own in MECHANISMS.items() if not isinstance(own.fit, _OwnFit)]
+    known = [name for name, own in MECHANISMS.items() if not isinstance(own.fit, _CustomFit)]
     assert list(mechanisms._NAMES) == known
 
 

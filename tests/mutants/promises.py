@@ -81,17 +81,17 @@ PROMISES = (
     Mutant(
         "an own recipe is not held against its encoder",
         "plan.py",
-        "check_own(self.strategy, self.steps)",
+        "check_custom(self.strategy, self.steps)",
         "pass",
-        ("tests/strategies/test_own.py",),
+        ("tests/strategies/test_custom.py",),
         "G12",
     ),
     Mutant(
         "own mechanisms are compared over their first step",
-        "strategies/own.py",
+        "strategies/custom.py",
         "lead = min(n, LEADING_STEPS)",
         "lead = n = 1",
-        ("tests/strategies/test_own.py",),
+        ("tests/strategies/test_custom.py",),
         "G12",
     ),
     Mutant(

@@ -16,10 +16,10 @@ from types import ModuleType
 
 from noshuffle.strategies.base import Strategy, column_normalized
 from noshuffle.strategies.blt import blt
+from noshuffle.strategies.custom import register
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.error import error
 from noshuffle.strategies.identity import identity, release_each, release_sums
-from noshuffle.strategies.own import register
 from noshuffle.strategies.registry import from_dict
 from noshuffle.strategies.sensitivity import prefix_sensitivity, sensitivity
 from noshuffle.strategies.toeplitz import banded, banded_inverse, sqrt_toeplitz

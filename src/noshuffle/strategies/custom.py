@@ -1,4 +1,4 @@
-"""Mechanisms of one's own: `register` makes one known by name, `check_own` compares its parts.
+"""Custom mechanisms: `register` gives one a name, `check_custom` compares its parts.
 
 ε comes from `encoder` or `noising`, the noise from `recipe`; nothing but a comparison ties them
 together. For every strategy that is not built in (those are covered by the contract suite):
@@ -12,7 +12,7 @@ Two linear maps that agree on random draws are equal with probability one, so th
 full whatever its length; matrices are compared for the first 128 steps of a longer run.
 
 >>> from noshuffle.strategies.toeplitz import sqrt_toeplitz
->>> check_own(sqrt_toeplitz(), 10**6)          # built in: nothing to do
+>>> check_custom(sqrt_toeplitz(), 10**6)          # built in: nothing to do
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ LEADING_STEPS = 128
 TOLERANCE = 1e-8
 
 
-def check_own(strategy: Strategy, steps: int) -> None:
+def check_custom(strategy: Strategy, steps: int) -> None:
     """Refuse a strategy whose recipe, noising matrix and encoder contradict each other."""
     if is_built_in(strategy):
         return
@@ -104,23 +104,23 @@ def register(
     words: str = "",
     needs_horizon: bool = False,
 ) -> type[Strategy]:
-    """Make a strategy of your own known by its class attribute `name`; also a class decorator.
+    """Register a strategy of your own by its class attribute `name`; also a class decorator.
 
     Plans with it can then be read back from JSON, and `Plan.fit(mechanism=NAME)` builds it: by
     `fit`, which gets a `FitRequest`, or as `cls()` where there is none. Every plan checks it
-    against its encoder before it is used (`check_own`).
+    against its encoder before it is used (`check_custom`).
     """
     name = getattr(cls, "name", "")
-    if name in MECHANISMS and not isinstance(MECHANISMS[name].fit, _OwnFit):
+    if name in MECHANISMS and not isinstance(MECHANISMS[name].fit, _CustomFit):
         raise InvalidInput(f"a name that is not taken is needed, got {name!r}; choose another")
     add_class(cls)
     words = words or f"registered: {cls.__name__}"
-    MECHANISMS[name] = Mechanism(name, words, _OwnFit(cls, fit), needs_horizon=needs_horizon)
+    MECHANISMS[name] = Mechanism(name, words, _CustomFit(cls, fit), needs_horizon=needs_horizon)
     return cls
 
 
 @dataclass(frozen=True)
-class _OwnFit:
+class _CustomFit:
     """The fit of a registered strategy: one candidate, measured."""
 
     cls: type[Strategy]

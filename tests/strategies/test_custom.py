@@ -18,9 +18,9 @@ from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import mechanisms, registry
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy, reciprocal
+from noshuffle.strategies.custom import check_custom
 from noshuffle.strategies.fit import best, fit
 from noshuffle.strategies.identity import Identity
-from noshuffle.strategies.own import check_own
 from noshuffle.strategies.recipe import FeedForward, Rows, rows, stream
 
 
@@ -152,9 +152,9 @@ def test_a_recipe_that_contradicts_the_encoder_is_refused(strategy, steps):
 
 
 def test_long_runs_are_checked_to_the_end():
-    check_own(Halving(), 200_000)
+    check_custom(Halving(), 200_000)
     with pytest.raises(InvalidInput, match="step 199999"):
-        check_own(Halving(factor=0.5, late=199_999), 200_000)
+        check_custom(Halving(factor=0.5, late=199_999), 200_000)
     with pytest.raises(Unsupported, match="at most 2048 steps"):
         st.sensitivity(Square(), SinglePass(3000))
 
