@@ -5,6 +5,8 @@ Stand-ins for Triton's kernels: what they are given is compared, whichever way i
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -96,7 +98,6 @@ def test_options_come_in_any_order() -> None:
     [
         {"x": aligned(torch.int32)},
         {"x": X[1:]},  # begins elsewhere behind a border of 16 bytes
-        {"x": torch.nn.Parameter(X)},
         {"x": 3},
         {"count": 6},
         {"count": True},
@@ -113,6 +114,29 @@ def test_what_a_kernel_may_be_compiled_for_goes_triton_s_own_way(changed: dict[s
     for given in (usual, {**usual, **changed}):
         own[(1,)](given.pop("x"), given.pop("out"), given.pop("count"), **given)
     assert own.ways() == ["plain", "plain"]
+
+
+class Image(torch.Tensor):
+    """A kind of its own, as images of torchvision are."""
+
+
+@pytest.mark.parametrize("kind", [torch.nn.Parameter, Image, torch.Tensor])
+@pytest.mark.parametrize("by_name", [False, True])
+def test_a_tensor_of_any_kind_may_move_and_is_not_kept(kind: Any, by_name: bool) -> None:
+    own, held = Jitted(), aligned()
+    x: Any = torch.nn.Parameter(held) if kind is torch.nn.Parameter else held.as_subclass(kind)
+    for moved in (held, held, held[1:]):
+        x.data = moved
+        if by_name:
+            own[(1,)](x=x, out=OUT, count=5, **OPTIONS)
+        else:
+            own[(1,)](x, OUT, 5, **OPTIONS)
+    assert own.ways() == ["plain", "known", "plain"]
+    own.log.clear()
+    end = weakref.ref(x)
+    del x
+    gc.collect()
+    assert end() is None
 
 
 def test_so_does_another_device(device: list[int]) -> None:

@@ -52,14 +52,12 @@ class LaunchCache:
     def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if not self._is_on or warmup or type(grid) is not tuple or self._kernel.pre_run_hooks:
             return self._plain(*args, grid=grid, warmup=warmup, **options)
-        given: list[Any] = [torch.cuda.current_device(), len(args)]
-        for value in args:
-            if type(value) is torch.Tensor:
+        given: list[Any] = [torch.cuda.current_device(), len(args), *options]
+        for value in (*args, *options.values()):
+            if isinstance(value, torch.Tensor):  # itself, it would move under its key, and be held
                 given += (value.dtype, value.data_ptr() & _ALIGNED)
             else:
                 given += (type(value), value)  # 1 is True, and 1.0, but not for a compiler
-        for name, value in options.items():
-            given += (name, type(value), value)
         key = tuple(given)
         try:
             compiled = self._known.get(key)
