@@ -7,12 +7,21 @@ torch.Size([1, 1, 3, 2])
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
 from typing import Any
 
+import numpy as np
+import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
+from noshuffle.clipping.gram import allowance, smallest
 from noshuffle.clipping.native_conv import Sides
+from noshuffle.clipping.statefulness import is_wrapped
+
+_BOXES: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 
 def windows(
@@ -43,3 +52,70 @@ def padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
         return x
     flat = [n for pair in reversed(sides) for n in pair]
     return F.pad(x, flat) if mode == "zeros" else F.pad(x, flat, mode=mode)
+
+
+def with_room(
+    squared: Tensor, layer: Any, x: Tensor, g: Tensor, *, size: int, sides: Sides
+) -> Tensor:
+    """Squared norms of gradients that were written out, with room for rounding, [B] in float64.
+
+    An example with so few positions that inner products of its windows may be cheaper, in a batch
+    that has no longer one, has what `gram.squares` adds to those. One with more has what sums over
+    them lose, which is far less: √n/4 + 2 roundings of Σ_l ‖g_l‖‖window_l‖ for n of them, and that
+    is at most ‖g‖·‖x‖ times the root of how many windows a number of x lies in.
+    """
+    many, inner, outer = layer.groups, layer.weight[0].numel(), len(layer.weight) // layer.groups
+    of_g = _by_position(g, many).reshape(size, -1, many, g.shape[2:].numel())
+    count = (of_g > 0.0).sum((1, 3))
+    is_few = (count > 0) & (inner * outer > (inner + outer) * count)
+    axes = zip(layer.kernel_size, layer.stride, layer.dilation)
+    covered = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in axes)
+    by_group = x.reshape(size, -1, many, x.shape[1:].numel() // many)
+    far = torch.linalg.vector_norm(by_group, dim=(1, 3)).double()
+    far *= of_g.sum((1, 3), dtype=torch.float64).mul_(covered).sqrt_()
+    far *= 0.5 * torch.finfo(g.dtype).eps * (count.double().sqrt() / 4.0 + 2.0)
+    moved = torch.where(is_few | (count == 0), 0.0, far).square().sum(1).sqrt()
+    found: Tensor = (squared.double().sqrt() + moved).square()
+    if _is_plain(x) and not bool(is_few.any()):
+        return found
+    return found + torch.where(is_few, _of_few(layer, x, of_g, sides), 0.0).sum(1)
+
+
+def _of_few(layer: Any, x: Tensor, of_g: Tensor, sides: Sides) -> Tensor:
+    """What `gram.squares` adds for rounding, by example and group.
+
+    Windows are not made for that: squares of x, added up over channels, are added up over each.
+    """
+    many, tiny = layer.groups, smallest(x.dtype)
+    box = torch.ones(many, 1, *layer.kernel_size, dtype=x.dtype, device=x.device)
+    of_x = padded(_by_position(x, many), sides, mode="zeros")
+    of_x = _BOXES[box.dim() - 3](of_x, box, None, layer.stride, 0, layer.dilation, many)
+    of_x = of_x.clamp_min_(0.0).reshape(of_g.shape)
+    inner, outer = layer.weight[0].numel(), len(layer.weight) // many
+    long_x, long_g = (of_x + inner * tiny).sqrt_(), (of_g + outer * tiny).sqrt_()
+    reach, all_x, all_g = (
+        t.sum((1, 3), dtype=torch.float64) for t in (long_x * long_g, long_x, long_g)
+    )
+    steps = of_g.shape[1] * of_g.shape[3]
+    lost = tiny * (inner * all_g.square() + outer * all_x.square() + steps**2)
+    found: Tensor = lost + allowance(x.dtype, inner, outer) * reach.square()
+    return found
+
+
+def _is_plain(t: Tensor) -> bool:
+    """Whether a CPU has the numbers, and can be asked about them."""
+    return t.device.type == "cpu" and get_proxy_mode() is None and not is_wrapped(t)
+
+
+def _by_position(t: Tensor, many: int) -> Tensor:
+    """Σ t² over the channels of each group, [N, groups, *space]; NumPy takes one pass for that."""
+    t = t.detach()
+    if t.shape[1] == many:
+        return t.square()
+    rows = t.reshape(len(t), many, t.shape[1] // many, t.shape[2:].numel())
+    if not _is_plain(t):
+        found = rows.square().sum(2)
+    else:
+        with np.errstate(all="ignore"):  # an example may hold infinities
+            found = torch.from_numpy(np.einsum("ngcl,ngcl->ngl", rows.numpy(), rows.numpy()))
+    return found.reshape(len(t), many, *t.shape[2:])
