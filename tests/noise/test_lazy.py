@@ -421,6 +421,22 @@ def test_a_touch_that_failed_half_way_stops_the_noise() -> None:
             act()
 
 
+def test_a_touch_that_failed_in_its_rounding_has_taken_no_noise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    noise, rows = lazy(), torch.tensor([1, 4])
+
+    def fails(*args: Any, **options: Any) -> None:
+        raise MemoryError
+
+    with monkeypatch.context() as patch:
+        patch.setattr("noshuffle.noise.lazy.add_on_grid_", fails)
+        for act in (noise.touch_, noise.catch_up_):
+            with pytest.raises(MemoryError):
+                act(rows, 3)
+    assert torch.equal(noise.flush_(5), lazy().flush_(5))
+
+
 @pytest.mark.parametrize("act", ["read_", "apply_", "release_"])
 def test_noise_that_did_not_reach_the_table_stops_the_noise(act: str) -> None:
     sgd, rows = SparseSGD(noise=lazy(), lr=0.1, divisor=8.0, is_stale=True), torch.tensor([1])

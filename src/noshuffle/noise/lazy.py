@@ -271,13 +271,14 @@ class LazyNoise(OneOwner):
             moved[:, d].add_(state[:, j] * maps[:, d, j : j + 1])
         for j in range(columns):
             moved[:, j:].add_(fresh[:, j : j + 1] * maps[:, j:, d + j : d + j + 1])
+        # An element is rounded once, by the coins of its first normal.
+        noise, grid = moved[:, d].mul_(self.scale).float(), self._grid_at(step)
+        add_on_grid_(onto, noise, jitters=coins * grid, step=grid)
+        # Last: what failed before, for want of memory say, has taken no noise from the rows.
         self._is_broken = True
         self._state.index_copy_(0, rows, moved[:, :d].float())
         self._done.index_fill_(0, rows, step + 1)
         self._is_broken = False
-        # An element is rounded once, by the coins of its first normal.
-        noise, grid = moved[:, d].mul_(self.scale).float(), self._grid_at(step)
-        add_on_grid_(onto, noise, jitters=coins * grid, step=grid)
         return onto
 
     def check_table(self, table: Tensor) -> None:
