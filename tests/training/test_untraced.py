@@ -1,5 +1,7 @@
 """Functions that compiled code runs as they are: torch's compiler is asked once a call."""
 
+import json
+import subprocess
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -8,6 +10,47 @@ import pytest
 import torch
 
 from noshuffle.training.hooks import guard, untraced
+
+#: Prints which of the heavy modules were imported, and what became of steps that were compiled.
+SCRIPT = """
+import json, sys
+import torch
+from noshuffle.cli.train_parts import _leave_compiler_out
+
+_leave_compiler_out()  # torch imports its compiler for the first optimizer otherwise
+
+import noshuffle as ns
+from noshuffle.errors import Unsupported
+
+heavy = ("torch._dynamo", "scipy.special", "scipy.linalg", "scipy.optimize")
+plan = ns.Plan.fit(ns.SinglePass(steps=3), mechanism="tree", noise_multiplier=1.0)
+
+def begin():
+    model = torch.nn.Linear(3, 1)
+    optimizer = ns.FTRL(model.parameters(), lr=0.1)
+    return model, ns.privatize(model, optimizer, plan, clip_norm=1.0, batch_size=4)
+
+model, private = begin()
+private.step(lambda out, y: (out - y).pow(2).mean(), torch.ones(4, 3), torch.ones(4, 1))
+told = {"imported": [name for name in heavy if name in sys.modules]}
+stranger = torch.optim.SGD(model.parameters(), lr=0.1)
+before = [p.detach().clone() for p in model.parameters()]
+for p in model.parameters():
+    p.grad = torch.ones_like(p)
+refused = []
+step = torch.compile(stranger.step, backend="eager")
+for _ in range(2):
+    try:
+        step()
+    except Unsupported as error:
+        refused.append("is not the optimizer of the private run" in str(error))
+told["refused"] = refused
+told["is_still"] = all(map(torch.equal, before, model.parameters()))
+private.close()
+step()
+told["moves_after"] = not all(map(torch.equal, before, model.parameters()))
+print(json.dumps(told))
+"""
 
 
 class Owner:
@@ -35,3 +78,14 @@ def test_every_run_after_the_first_adds_no_layer_to_what_compiled_code_calls(
     monkeypatch.setattr(torch.compiler, "is_dynamo_compiling", lambda: True)
     assert method() == 7
     assert len(asked) == 1
+
+
+def test_steps_import_no_compiler_and_guards_ask_once_code_is_compiled() -> None:
+    done = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout) == {
+        "imported": [],
+        "refused": [True, True],
+        "is_still": True,
+        "moves_after": True,
+    }
