@@ -44,6 +44,14 @@ def sizes(monkeypatch, request):
         monkeypatch.setattr(unit_index, name, value)
 
 
+def test_ids_of_another_width_are_no_party_of_the_same_bytes():
+    table = UnitTable()
+    table.update(np.array([5, 7]), step=0)
+    for asked in ([5, 0], [5, 0, 7, 0]):
+        assert table.shared(np.array(asked, dtype=np.int32)) is None
+    assert table.shared(np.array([5, 7], dtype=np.int32)) == (0, 0, 1)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.usefixtures("sizes")
 def test_table_equals_a_dictionary(kind):

@@ -130,13 +130,14 @@ class UnitTable:
     def shared(self, ids: Ids) -> Record | None:
         """The one record of these units, if they have always come together in this order, alone or
         with others behind them."""
+        ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
         group = self._led_by(ids)
         is_part = group is not None and group.units.startswith(ids.tobytes())
         return group.record if group is not None and is_part else None
 
     def look_up(self, ids: Ids) -> Seen:
         """The records of these units (distinct or not)."""
-        ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
+        ids = np.asarray(ids, dtype=np.int64)  # as in `shared`
         group = self._group(ids)
         if group is not None:
             first, last, count = np.repeat(np.array(group.record), len(ids)).reshape(3, -1)
