@@ -2,7 +2,35 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+import typing
+
+import pytest
+
 import noshuffle
+
+#: Every way to a module of the mathematics, in a process that has imported none of them.
+LATE = """
+import sys
+import noshuffle.accounting as accounting
+
+names = accounting.__all__
+assert "scipy" not in sys.modules
+assert set(names) <= set(dir(accounting))
+try:
+    accounting.no_such_name
+except AttributeError as error:
+    assert "no_such_name" in str(error)
+else:
+    raise AssertionError
+from noshuffle.accounting import renyi
+assert renyi is sys.modules["noshuffle.accounting.renyi"] is accounting.renyi
+found = {}
+exec("from noshuffle.accounting import *", found)
+for name in names:
+    assert found[name] is getattr(accounting, name) is sys.modules[f"noshuffle.accounting.{name}"]
+"""
 
 
 def test_all_is_what_is_there() -> None:
@@ -18,3 +46,13 @@ def test_unknown_names_are_refused() -> None:
 
 def test_dir_lists_public_names() -> None:
     assert set(noshuffle.__all__) <= set(dir(noshuffle))
+
+
+def test_accounting_is_imported_on_first_use() -> None:
+    done = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("name", ["fit", "epsilon", "positions", "monte_carlo"])
+def test_types_of_a_plan_can_be_asked_for(name: str) -> None:
+    assert "return" in typing.get_type_hints(getattr(noshuffle.Plan, name))

@@ -24,7 +24,7 @@ import hashlib
 import math
 from dataclasses import dataclass
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from noshuffle import (
     accounting,
@@ -46,11 +46,6 @@ from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
 from noshuffle.strategies.workload import Workload
-
-if TYPE_CHECKING:
-    from noshuffle.accounting.bins import Overlaps
-    from noshuffle.accounting.fresh_positions import FreshPositions
-    from noshuffle.accounting.monte_carlo import Interval
 
 NEIGHBOURS = ("zero-out", "add-remove", "replace-one")
 UNITS = ("example", "user")
@@ -195,14 +190,18 @@ class Plan:
         """
         return plan_prefix.sensitivity_after(self, steps, participation)
 
-    def positions(self, steps: int) -> Overlaps | FreshPositions:
+    def positions(
+        self, steps: int
+    ) -> accounting.bins.Overlaps | accounting.fresh_positions.FreshPositions:
         """How far secret positions overlap in the first `steps` steps, for the accountant bins.
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
         return plan_positions.positions(self, steps)
 
-    def monte_carlo(self, *, samples: int = 10**6, seed: int | None = None) -> Interval:
+    def monte_carlo(
+        self, *, samples: int = 10**6, seed: int | None = None
+    ) -> accounting.monte_carlo.Interval:
         """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
 
         Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
