@@ -292,6 +292,7 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
         fit(tmp_path, Module(), gradient_clip_val=1.0)
     with pytest.raises(Unsupported, match="the strategy DDPStrategy"):
         fit(tmp_path, Module(), strategy="ddp", devices=1)
+    torch.distributed.destroy_process_group()  # Lightning leaves it; Trainers of others join it
     with pytest.raises(Unsupported, match="a compiled module"):
         fit(tmp_path, torch.compile(Module(), backend="eager"))
     with pytest.raises(InvalidInput, match="no backward pass"):

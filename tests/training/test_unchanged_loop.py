@@ -102,6 +102,43 @@ def test_keyword_inputs_and_token_losses():
     agree(ours, theirs)
 
 
+class Apart(torch.autograd.Function):
+    """All outputs of a model go through it, and outputs without a gradient get None from it: what
+    DistributedDataParallel puts behind a model."""
+
+    @staticmethod
+    def forward(ctx, *outputs):
+        ctx.set_materialize_grads(False)
+        return tuple(one.view_as(one) for one in outputs)
+
+    @staticmethod
+    def backward(ctx, *grads):
+        return grads
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.first, self.second = nn.Linear(3, 2), nn.Linear(3, 2)
+
+    def forward(self, x):
+        return self.first(x), self.second(x)
+
+
+def test_an_output_that_gets_none_for_its_gradient_has_none():
+    g = torch.Generator().manual_seed(5)
+    x, y = torch.randn(8, 3, generator=g), torch.randint(2, (8,), generator=g)
+    ours, theirs = TwoOutputs(), TwoOutputs()
+    loop, plain = make(ours), make(theirs)
+    optimizer = loop.optimizer
+    first, _ = Apart.apply(*ours(x))
+    nn.functional.cross_entropy(first, y).backward()
+    optimizer.step()
+    plain.step(lambda out, y: nn.functional.cross_entropy(out[0], y, reduction="none"), x, y)
+    agree(ours, theirs)
+
+
 def test_accumulation_and_two_losses_on_one_output():
     g = torch.Generator().manual_seed(4)
     x, y = torch.randn(8, 1, 6, 6, generator=g), torch.randint(4, (8,), generator=g)

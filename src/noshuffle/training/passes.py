@@ -205,9 +205,17 @@ class Listener:
             self.traces[-1].enter()
         return None if output is given else output
 
-    def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor) -> None:
-        """A gradient came back to an output: from the loss itself, or on its way."""
-        if self.is_paused or (self._reading is not None and start not in self._reading.reached):
+    def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor | None) -> None:
+        """A gradient came back to an output: from the loss itself, or on its way.
+
+        None comes to outputs that the loss does not use where a function behind the model had them
+        all (DistributedDataParallel).
+        """
+        if (
+            grad is None
+            or self.is_paused
+            or (self._reading is not None and start not in self._reading.reached)
+        ):
             return
         if one not in self.passes:
             self.passes.append(one)
