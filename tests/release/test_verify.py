@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 import sqlite3
+from contextlib import closing
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from noshuffle.release import ledger_tables as evidence
 from noshuffle.release.checkpoint import load
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger import Ledger
+from noshuffle.release.ledger_file import LedgerFile
 from noshuffle.release.ledger_tables import Evidence, encode_units
 from noshuffle.release.opening import fork, load_model
 from noshuffle.release.private_sum import PrivateSum
@@ -426,6 +428,18 @@ def test_the_unit_of_a_batch_without_ids_is_its_print(tmp_path):
     sql(tmp_path / "run", print_of_another)
     relink(tmp_path / "run")
     assert "step 1 lists another unit than its batch" in verify(tmp_path / "run").failures
+
+
+def test_a_ledger_of_the_first_version_is_neither_proved_nor_damaged(copy):
+    """Its rows have no links; it was called damaged."""
+    (copy / "ledger.sqlite").unlink()
+    with closing(sqlite3.connect(copy / "ledger.sqlite")) as db:
+        db.execute("CREATE TABLE meta (name TEXT PRIMARY KEY, value TEXT NOT NULL)")
+        db.execute("CREATE TABLE steps (step INTEGER PRIMARY KEY, time REAL, batch BLOB, ids BLOB)")
+    with pytest.raises(InvalidInput, match=r"written by noshuffle 0\.1"):
+        verify(copy)
+    with pytest.raises(InvalidInput, match=r"written by noshuffle 0\.1"):
+        LedgerFile(copy / "ledger.sqlite")
 
 
 def test_a_slip_in_the_name_of_the_folder_refutes_nothing(tmp_path):

@@ -66,12 +66,7 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         settings = (f"page_size={_PAGE}", "journal_mode=WAL", "synchronous=FULL")
         for how in (*settings, f"wal_autocheckpoint={_LOG_PAGES}"):
             self.db.execute(f"PRAGMA {how}")
-        columns = {row[1] for row in self.db.execute("PRAGMA table_info(steps)")}
-        if columns and "link" not in columns:
-            raise InvalidInput(
-                f"{path} was written by noshuffle 0.1, whose rows have no digests; go on with that "
-                "version, or begin a new run from its model"
-            )
+        tables.refuse_version_1(self.db, path)
         self.db.executescript(tables.SCHEMA)
         if path is not None and (part := tables.stranger(self.db)) is not None:
             raise VerificationFailed(

@@ -43,6 +43,7 @@ from typing import Any
 
 import numpy as np
 
+from noshuffle.errors import InvalidInput
 from noshuffle.release import secret_units
 from noshuffle.release.unit_ids import Ids
 
@@ -330,6 +331,16 @@ def missing_head(ledger: LedgerTables, told: Mapping[str, Any]) -> Iterator[str]
         yield f"row {rows} of the ledger is not the one that statement.json was written after"
 
 
+def refuse_version_1(db: sqlite3.Connection, path: Path | None) -> None:
+    """Raise if the tables are of noshuffle 0.1: nothing can be said of rows without digests."""
+    columns = {row[1] for row in db.execute("PRAGMA table_info(steps)")}
+    if columns and "link" not in columns:
+        raise InvalidInput(
+            f"{path} was written by noshuffle 0.1, whose rows have no digests; verify it and go on "
+            "with that version, or begin a new run from its model"
+        )
+
+
 class Evidence(LedgerTables):
     """A ledger opened for reading only."""
 
@@ -347,6 +358,11 @@ class Evidence(LedgerTables):
             for file in (path, log):
                 shutil.copyfile(file, Path(self._copy.name) / file.name)
             self.db = _open(Path(self._copy.name) / path.name, "mode=rw")
+        try:
+            refuse_version_1(self.db, path)
+        except (InvalidInput, sqlite3.DatabaseError):
+            self.close()
+            raise
 
     def close(self) -> None:
         self.db.close()
