@@ -54,7 +54,7 @@ def padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
     return F.pad(x, flat) if mode == "zeros" else F.pad(x, flat, mode=mode)
 
 
-def with_room(
+def with_tolerance(
     squared: Tensor, layer: Any, x: Tensor, g: Tensor, *, size: int, sides: Sides
 ) -> Tensor:
     """Squared norms of gradients that were written out, with room for rounding, [B] in float64.

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from noshuffle.clipping import conv_halves, conv_kernels
-from noshuffle.clipping.conv_windows import padded, sides_of, windows, with_room
+from noshuffle.clipping.conv_windows import padded, sides_of, windows, with_tolerance
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, fits_cache, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
@@ -136,27 +136,27 @@ class Convolution(GradientForm):
         loops = self._loops
         if loops is not None:
             if not loops.is_worth_keeping:
-                return self._with_room(loops.squares())
+                return self._with_tolerance(loops.squares())
             self.written.append(loops.dense())
             assert loops.lengths is not None
-            return self._with_room(loops.lengths)
+            return self._with_tolerance(loops.lengths)
         outer = self._outer()
         if outer.a.shape[1] == 1:
             return DenseGradient(self.dense(outer)).squares()
         if self.written or (outer.is_small() and self.x.device.type == "cpu"):
-            return self._with_room(DenseGradient(self.dense(outer)).squares())
+            return self._with_tolerance(DenseGradient(self.dense(outer)).squares())
         found = outer.squares().reshape(self.size, -1).sum(1)
         shape = (self.size, *self.layer.weight.shape)
         self.written.extend(full.reshape(shape) for full in outer.written)
         return found
 
-    def _with_room(self, squared: Tensor) -> Tensor:
+    def _with_tolerance(self, squared: Tensor) -> Tensor:
         """With room for rounding, the same whichever way a norm is found (`gram.of_written`): the
         longest example must not change those of the others.
 
         The loops need it themselves: where windows cancel, norm and sum are rounded each its way.
         """
-        return with_room(squared, self.layer, self.x, self.g, size=self.size, sides=self.sides)
+        return with_tolerance(squared, self.layer, self.x, self.g, size=self.size, sides=self.sides)
 
     def dense(self, outer: OuterGradient | None = None) -> Tensor:
         if not self.written:

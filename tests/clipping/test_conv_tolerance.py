@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import Flat, Ghost, gram, native_conv
-from noshuffle.clipping.conv_windows import with_room
+from noshuffle.clipping.conv_windows import with_tolerance
 from noshuffle.clipping.rules_conv import Convolution, convolution
 
 LAYERS: list[tuple[Any, tuple[int, ...]]] = [
@@ -49,7 +49,7 @@ def test_it_is_what_inner_products_of_windows_have_or_sums_lose(
     room = is_few * (lost + gram.allowance(kind, *widths) * reach.square())
     moved = (not is_few) * 0.5 * torch.finfo(kind).eps * (steps**0.5 / 4 + 2) * reach.norm(dim=1)
     for squared in (torch.zeros(size), torch.rand(size)):
-        found = with_room(squared, layer, form.x, form.g, size=size, sides=form.sides)
+        found = with_tolerance(squared, layer, form.x, form.g, size=size, sides=form.sides)
         expected = (squared.double().sqrt() + moved).square() + room.sum(1)
         if is_few:
             torch.testing.assert_close(found, expected, rtol=1e-4, atol=0.0)
