@@ -31,8 +31,8 @@ from scipy.special import erf, erfcx, erfinv, log_ndtr
 
 from noshuffle.errors import InvalidInput, non_negative, open_unit
 
-#: Beyond it μ²/2 and its rounding leave the range of float64.
-MOST_EPSILON = 1e150
+#: Beyond it the squares of a search for μ leave the range of float64.
+MOST_EPSILON = 1e300
 _LOG_SQRT_2PI = 0.5 * math.log(2 * math.pi)
 _NODES, _WEIGHTS = np.polynomial.legendre.leggauss(20)
 
