@@ -6,8 +6,9 @@ done so by then, keeps quiet in the trial, and publishes raw statistics.
 
     up to the first step   the state before the first pass is kept, and that of what is not trained
                            from the start (`model.forward(x)` is a pass that nobody hears); the
-                           model is tried from there, in the modes that passes had. Values that are
-                           loaded (`load_state_dict`) are a start of their own
+                           model is tried from each of both, in the modes that passes had, and from
+                           the start in eval mode. Values that are loaded (`load_state_dict`) are a
+                           start of their own
     after it               tensors that the trial has not allowed are compared around every pass
                            that is heard, those that are not trained get their numbers back, and
                            the model is tried again: a cache that grows with the data may stay
@@ -17,9 +18,9 @@ State: the model at the start and before its first pass, until the first step; t
 
 from __future__ import annotations
 
-from contextlib import suppress
 from typing import Any
 
+import torch
 from torch import nn
 
 from noshuffle.clipping.check import validate
@@ -31,8 +32,8 @@ from noshuffle.errors import Unsupported
 #: Whether each module is in training mode.
 _Modes = tuple[tuple[nn.Module, bool], ...]
 EARLIER = (
-    "a pass before this step ran with parts of the model in another mode, and what it kept of its "
-    "data may be in the model now: build it and the run anew ({why})"
+    "a pass before this step may have run with parts of the model in another mode, and what it "
+    "kept of its data may be in the model now: build it and the run anew ({why})"
 )
 
 
@@ -74,37 +75,38 @@ class PassWrites:
         """
         if self._watch is not None:
             return
-        earlier = [one for one in (self._before, self._start) if one and one.has_changed()]
-        if earlier:
-            now = _modes(model)
-            # what a caller set since the start by hand may be missing in a model as it was then
-            missing = () if self._before in earlier else (AttributeError, LookupError)
-            with put_back_after(model), suppress(*missing):
-                for one in earlier:
-                    one.put_back()
-                try:
-                    for modes in (now, *self._modes - {now}):
-                        self._try(model, loss_fn, batch, modes=modes, is_now=modes is now)
-                finally:
-                    _set(now)
+        if self._before is not None and self._before.has_changed():
+            self._judge_from(self._before, self._modes, model, loss_fn, batch)
+        if self._start is not None and self._start.has_changed():
+            unheard = self._modes | {tuple((module, False) for module in model.modules())}
+            try:
+                self._judge_from(self._start, unheard, model, loss_fn, batch)
+            except (Unsupported, torch.OutOfMemoryError):
+                raise
+            except Exception:  # it does not run as it was: a caller moved it, or set a part of it
+                pass
         self._start, self._before, self._watch = None, None, Watch(model)
         self._modes.clear()
 
-    def _try(
-        self, model: nn.Module, loss_fn: Any, batch: Any, *, modes: _Modes, is_now: bool
+    def _judge_from(
+        self, earlier: ModelState, modes: set[_Modes], model: nn.Module, loss_fn: Any, batch: Any
     ) -> None:
-        """Try the model in the modes of now, or of a pass that may have kept something in them."""
-        _set(modes)
-        try:
-            validate(model)
-            findings = PerExample().check_state(model, loss_fn, batch)
-        except Unsupported as error:
-            raise error if is_now else Unsupported(EARLIER.format(why=error)) from error
-        except Exception:  # a loss may not take what the model gives in eval mode
-            if is_now:
-                raise
-            return
-        self._findings = findings if is_now else self._findings
+        """Try the model from an earlier state in the modes of now, and in those of passes."""
+        now = _modes(model)
+        with put_back_after(model):
+            earlier.put_back()
+            try:
+                self._findings = _tried(model, loss_fn, batch)
+                for other in modes - {now}:
+                    _set(other)
+                    try:
+                        _tried(model, loss_fn, batch)
+                    except Unsupported as error:
+                        raise Unsupported(EARLIER.format(why=error)) from error
+                    except Exception:  # a loss may not take what the model gives in eval mode
+                        continue
+            finally:
+                _set(now)
 
     def judge_again(self, model: nn.Module, loss_fn: Any, batch: Any, written: list[str]) -> None:
         """Raise unless what a pass of this batch wrote into is seen not to depend on the data."""
@@ -112,6 +114,11 @@ class PassWrites:
             validate(model)
             PerExample().reconsider(model, loss_fn, batch, written)
             self._findings.may_change.update(written)
+
+
+def _tried(model: nn.Module, loss_fn: Any, batch: Any) -> Findings:
+    validate(model)
+    return PerExample().check_state(model, loss_fn, batch)
 
 
 def _modes(model: nn.Module) -> _Modes:
