@@ -133,6 +133,23 @@ def test_what_a_pass_in_eval_mode_kept_is_refused(keeps, is_heard):
     assert private.steps_released == (not keeps)
 
 
+class BuiltLate(KeptInEval):
+    """Builds something in its first pass, of any mode."""
+
+    built = None
+
+    def forward(self, x):
+        self.built = torch.ones(1) if self.built is None else self.built
+        out = super().forward(x)
+        return out[0] if self.training else out
+
+
+def test_what_a_model_would_keep_in_eval_mode_is_nothing_before_it_was_in_it():
+    private = make(BuiltLate(keeps=True))
+    loop_step(private, *data())
+    assert private.steps_released == 1
+
+
 class Actnorm(nn.Module):
     def __init__(self):
         super().__init__()

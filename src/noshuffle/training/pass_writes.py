@@ -7,8 +7,8 @@ done so by then, keeps quiet in the trial, and publishes raw statistics.
     up to the first step   the state before the first pass is kept, and that of what is not trained
                            from the start (`model.forward(x)` is a pass that nobody hears); the
                            model is tried from each of both, in the modes that passes had, and from
-                           the start in eval mode. Values that are loaded (`load_state_dict`) are a
-                           start of their own
+                           the start in eval mode, if it had changed when a pass was first heard.
+                           Values that are loaded (`load_state_dict`) are a start of their own
     after it               tensors that the trial has not allowed are compared around every pass
                            that is heard, those that are not trained get their numbers back, and
                            the model is tried again: a cache that grows with the data may stay
@@ -46,6 +46,7 @@ class PassWrites:
         self._watch: Watch | None = None
         self._findings = Findings()
         self._modes: set[_Modes] = set()
+        self._may_be_unheard = True  # whether passes in modes that nobody noted may have written
         self.loaded(model)
 
     def loaded(self, model: nn.Module) -> None:
@@ -56,10 +57,14 @@ class PassWrites:
             how = {"has_trained": False, "is_compared": False}
             self._start = ModelState(model, **how) if is_small else None
 
-    def begin(self, model: nn.Module, *, is_heard: bool) -> None:
-        """A pass begins; `is_heard` if a private step may be made of it."""
+    def begin(self, model: nn.Module, *, is_heard: bool, is_hooked: bool = True) -> None:
+        """A pass begins; `is_heard` if a private step may be made of it. Without `is_hooked` this
+        is the only call: nobody says when passes begin."""
         if self._watch is None:
-            self._before = self._before or ModelState(model, is_compared=False)
+            if self._before is None:
+                self._before = ModelState(model, is_compared=False)
+                is_changed = self._start is not None and self._start.has_changed()
+                self._may_be_unheard = is_changed or not is_hooked
             self._modes.add(_modes(model))
         elif is_heard:
             self._watch.begin()
@@ -78,9 +83,10 @@ class PassWrites:
         if self._before is not None and self._before.has_changed():
             self._judge_from(self._before, self._modes, model, loss_fn, batch)
         if self._start is not None and self._start.has_changed():
-            unheard = self._modes | {tuple((module, False) for module in model.modules())}
+            evaluated = tuple((module, False) for module in model.modules())
+            modes = self._modes | ({evaluated} if self._may_be_unheard else set())
             try:
-                self._judge_from(self._start, unheard, model, loss_fn, batch)
+                self._judge_from(self._start, modes, model, loss_fn, batch)
             except (Unsupported, torch.OutOfMemoryError):
                 raise
             except Exception:  # it does not run as it was: a caller moved it, or set a part of it

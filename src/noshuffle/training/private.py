@@ -82,7 +82,7 @@ class Private(TrainingRun):
         self._listener = self._listen()
         parts.pass_writes = PassWrites(model) if self._listener is None else self._listener.writes
         if self._listener is None:  # nobody hears when its first pass begins
-            parts.pass_writes.begin(parts.model, is_heard=False)
+            parts.pass_writes.begin(parts.model, is_heard=False, is_hooked=False)
         self._let_go = guard(parts.optimizer, parts.parameters, self)
         self._is_looked_at = False
 
