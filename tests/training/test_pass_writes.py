@@ -173,6 +173,18 @@ def test_values_that_a_caller_loads_or_sets_are_no_pass():
     assert torch.equal(model.mean, torch.ones(4))
 
 
+@pytest.mark.parametrize("what", ["parameter", "buffer", "attribute"])
+@pytest.mark.parametrize("part", ["", "layer."])
+def test_values_that_are_loaded_do_not_hide_what_a_pass_kept_before(what, part):
+    private = make(model := FirstBatch(what))
+    model.forward(data()[0])
+    own = {name: value for name, value in model.state_dict().items() if name.startswith(part)}
+    model.load_state_dict(own, strict=False)
+    with pytest.raises(Unsupported, match=r"set by the forward pass|keeps"):
+        private.step(LOSS, *data())
+    assert private.steps_released == 0
+
+
 class Scaled(nn.Sequential):
     def forward(self, x):
         return super().forward(x) * self.scale

@@ -8,7 +8,8 @@ done so by then, keeps quiet in the trial, and publishes raw statistics.
                            from the start (`model.forward(x)` is a pass that nobody hears); the
                            model is tried from each of both, in the modes that passes had, and from
                            the start in eval mode, if it had changed when a pass was first heard.
-                           Values that are loaded (`load_state_dict`) are a start of their own
+                           Values that are loaded (`load_state_dict`) are a start of their own, if
+                           nothing had changed before
     after it               tensors that the trial has not allowed are compared around every pass
                            that is heard, those that are not trained get their numbers back, and
                            the model is tried again: a cache that grows with the data may stay
@@ -47,11 +48,17 @@ class PassWrites:
         self._findings = Findings()
         self._modes: set[_Modes] = set()
         self._may_be_unheard = True  # whether passes in modes that nobody noted may have written
+        self._is_as_begun = True  # when values were loaded last
         self.loaded(model)
 
+    def loading(self) -> None:
+        """Values are about to be loaded."""
+        self._is_as_begun = self._start is None or not self._start.has_changed()
+
     def loaded(self, model: nn.Module) -> None:
-        """What is not trained has values of the caller's, not those of a pass."""
-        if self._watch is None:
+        """What is not trained has values of the caller's, if it had none of a pass before: those
+        may be where nothing was loaded (an attribute, with strict=False anything), or be loaded."""
+        if self._watch is None and self._is_as_begun:
             untrained = (t for t in kept_tensors(model) if not (t.is_leaf and t.requires_grad))
             is_small = sum(t.numel() * t.element_size() for t in untrained) <= COPIED
             how = {"has_trained": False, "is_compared": False}

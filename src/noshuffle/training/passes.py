@@ -105,6 +105,7 @@ class Listener:
             model.register_forward_hook(
                 ModelHook(self, "hear"), with_kwargs=True, always_call=True
             ),
+            model.register_load_state_dict_pre_hook(ModelHook(self, "loading")),  # type: ignore[no-untyped-call]
             model.register_load_state_dict_post_hook(  # type: ignore[no-untyped-call]
                 ModelHook(self, "loaded")
             ),
@@ -156,6 +157,10 @@ class Listener:
             self._before = [(g, g.get_state()) for g in generators(device)]
             for generator, _ in self._before:
                 generator.manual_seed(self._seed(self.count))
+
+    def loading(self, *_: Any) -> None:
+        """Values are about to be loaded into the model."""
+        self.writes.loading()
 
     def loaded(self, module: nn.Module, _: Any) -> None:
         """Values were loaded into the model."""
