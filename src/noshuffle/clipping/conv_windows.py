@@ -57,7 +57,8 @@ def padded(x: Tensor, sides: Sides, *, mode: str) -> Tensor:
 def with_tolerance(
     squared: Tensor, layer: Any, x: Tensor, g: Tensor, *, size: int, sides: Sides
 ) -> Tensor:
-    """Squared norms of gradients that were written out, with room for rounding, [B] in float64.
+    """Squared norms of gradients that were written out, with a tolerance for rounding, [B] in
+    float64.
 
     An example with so few positions that inner products of its windows may be cheaper, in a batch
     that has no longer one, has what `gram.squares` adds to those. One with more has what sums over

@@ -151,8 +151,8 @@ class Convolution(GradientForm):
         return found
 
     def _with_tolerance(self, squared: Tensor) -> Tensor:
-        """With room for rounding, the same whichever way a norm is found (`gram.of_written`): the
-        longest example must not change those of the others.
+        """With a tolerance, the same whichever way a norm is found (`gram.of_written`): the longest
+        example must not change those of the others.
 
         The loops need it themselves: where windows cancel, norm and sum are rounded each its way.
         """

@@ -5,7 +5,8 @@
 
         total ← total + Σ_{b of the part} clip(g_b)
 
-The order is that of `Step`: a part is admitted before it is computed, and the row of the whole
+The order is that of `Step`: a part is admitted before it is computed (one without ids, whose
+fingerprint comes from the device: before the next part, and the release), and the row of the whole
 batch is durable before its noise is used. A part is padded with rows of weight zero to the rows of
 a program, which follow from the first parts that came; the ledger names them (and the form of the
 sum, `choice`), so that a resumed run adds up the same bits. Sizes of secret draws are not written
