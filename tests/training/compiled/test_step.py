@@ -34,6 +34,7 @@ from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled import graphs as compiled_graphs
 from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.graphs import Signal
+from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.sum import candidates, short
 from noshuffle.training.compiled.update import update_for
@@ -133,6 +134,24 @@ def walk(private, steps, *, sizes=(8, 8, 8, 5), has_ids=True, start=0):
         rows = slice(begin, begin + sizes[t % 4])
         ids = range(rows.start, rows.stop) if has_ids else None
         yield private.step(LOSS, x[rows], y[rows], ids=ids)
+
+
+def test_the_fingerprints_of_a_batch_without_ids_are_the_beginning_of_its_sum(monkeypatch):
+    """Begun by themselves only where nothing may be summed before they are known."""
+    began = []
+    alone = Program.digest
+    monkeypatch.setattr(Program, "digest", lambda own: (began.append(1), alone(own)))
+    for options, times in (({}, 0), ({"on_violation": "drop"}, 4)):
+        began.clear()
+        private = make(compiled=True, **options)
+        list(walk(private, 4, has_ids=False))
+        (program,) = private.compiled._programs.values()
+        assert program.has_digest
+        assert len(began) == times
+    private = make(compiled=True)
+    list(walk(private, 4))
+    (program,) = private.compiled._programs.values()
+    assert not program.has_digest
 
 
 @pytest.mark.parametrize("optimizer", [sgd, ftrl, adam])

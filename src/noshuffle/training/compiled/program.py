@@ -3,9 +3,10 @@
     digest    fingerprints of a batch without ids                → 32 bytes a tensor to the host
     sum       per-example gradients, clip, sum                   → losses, then norms to the host
 
-What comes behind is a graph of its own (`release`): the ledger is written while the device is at
-work on `sum`. Nothing here decides anything: order and guard are those of `step`. State: the
-buffers, and what the last step left in them until the next one.
+Of a kind of batch that came without ids, fingerprints are the beginning of the sum's graph: one
+launch less. What comes behind is a graph of its own (`release`): the ledger is written while the
+device is at work on `sum`. Nothing here decides anything: order and guard are those of `step`.
+State: the buffers, and what the last step left in them until the next one.
 """
 
 from __future__ import annotations
@@ -49,9 +50,12 @@ class Program(BatchBuffers):
         keys: Keys,
         captures: bool,
         moving: DeviceThreshold | None = None,
+        has_digest: bool = False,
     ) -> None:
         super().__init__(batch, capacity=capacity, device=keys.device)
         self.parts, self.captures, self._keys = parts, captures, keys
+        #: Whether each sum begins with the fingerprints of what is staged.
+        self.has_digest = has_digest
         self.users: StagedUsers | None = None
         self.moving = moving
         if parts.groups_users:
@@ -120,6 +124,8 @@ class Program(BatchBuffers):
         self._is_shown, self._total_fn = False, total
 
         def do() -> None:
+            if self.has_digest:
+                self._do_digest()
             sums = total(self.batch, self.keep)
             if self._onto:
                 own = [sums.values[name] for name in self._onto]
@@ -138,8 +144,7 @@ class Program(BatchBuffers):
             if self.captures:
                 warmed(do, self.device)
             self._sum = self._captured(do)
-        self._shown.reset()
-        self._summed.reset()
+        self._reset()
 
     def add_onto(self, total: dict[str, Tensor]) -> None:
         """Add every sum from the next one on to this total; the sum must be ready."""
@@ -175,12 +180,12 @@ class Program(BatchBuffers):
     # -- one step ------------------------------------------------------------------------------
 
     def digest(self) -> None:
-        """Start the fingerprints of what is staged."""
+        """Start the fingerprints of what is staged, without its sum."""
         self._digested.expect()
         self._digest()
 
     def print_of(self, batch: tuple[Any, ...], leaves: Sequence[Any]) -> bytes:
-        """The fingerprint of the batch that was staged; waits for what `digest` has started."""
+        """The fingerprint of the batch that was staged; waits for what was started."""
         self._digested.wait()
         digests, flat = [row.tobytes() for row in self._told[0]], (leaves, self.structure)
         secret = self.parts.secret
@@ -198,6 +203,8 @@ class Program(BatchBuffers):
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""
+        if self.has_digest:
+            self._digested.expect()
         self._shown.expect()
         self._summed.expect()
         self._sum()

@@ -219,6 +219,7 @@ class Programs:
         *,
         fuse: bool = False,
         only: str = "",
+        has_digest: bool = False,
         finish: Callable[[Program], None] | None = None,
     ) -> tuple[Program, str] | None:
         """A program with the best form of the clipped sum (with `only`, that one), and its name.
@@ -235,6 +236,7 @@ class Programs:
                     keys=self._keys,
                     captures=self.captures,
                     moving=self._moving,
+                    has_digest=has_digest,
                 )
                 # Trials take rows of these buffers: zeros cannot be taken to extremes.
                 full = take(batch, torch.arange(self.capacity, device="cpu") % size)

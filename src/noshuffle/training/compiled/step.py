@@ -73,6 +73,7 @@ class Compiled(Programs):
         self.fuse = fuse
         self._update: Update | None = None
         self._updates = 0
+        self._has_ids = True  # of the batch that a program is made for
 
     def step(
         self,
@@ -93,6 +94,7 @@ class Compiled(Programs):
         is_fresh = index >= release.released
         admission = None if own is None else release.admit(index, own, drop=parts.drop)
         if program is None:
+            self._has_ids = own is not None
             program = self.find(loss_fn, batch, leaves, spec, size=size)
         if program is None:
             return None
@@ -103,7 +105,7 @@ class Compiled(Programs):
         with self.at_home():
             program.stage(leaves, size)
             try:
-                if own is None:
+                if own is None and not (is_early and program.has_digest):
                     program.digest()
                 if is_early or admission is not None:
                     self._sum(program, size, keep, index, own)
@@ -174,7 +176,9 @@ class Compiled(Programs):
             program.find_draws()
             program.end_with(self.update)
 
-        made = self.capture(loss_fn, batch, size, fuse=self.fuse, finish=finish)
+        made = self.capture(
+            loss_fn, batch, size, fuse=self.fuse, has_digest=not self._has_ids, finish=finish
+        )
         if made is None:
             return None
         program, name = made
