@@ -11,8 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from noshuffle import triton_shim
+from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import LaunchCache
 
 
@@ -177,3 +179,21 @@ def test_a_kernel_with_ever_other_arguments_takes_no_more_memory() -> None:
     for count in range(3 * triton_shim.MOST):
         own[(1,)](X, OUT, count, **OPTIONS)
     assert len(own.known._known) == triton_shim.MOST
+
+
+@pytest.mark.parametrize("is_on", [True, False])
+def test_no_launch_is_written_down_by_a_tracer(is_on: bool) -> None:
+    """What it fills would be memory that nobody fills when the trace is run."""
+    own = Jitted()
+    own.known = LaunchCache(own, kernel, is_on=is_on)
+
+    def run(x: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(x)
+        own[(1,)](x, out, 5, **OPTIONS)
+        return out
+
+    with pytest.raises(Unsupported, match="no trace"):
+        make_fx(run)(X)
+    assert not own.log
+    run(X)
+    assert own.ways() == ["plain"]

@@ -9,6 +9,9 @@ takes the host longer than most of these kernels run. `LaunchCache` remembers th
 has seen: the same numbers, types and options, and tensors of the same types that begin as far
 behind a border of 128 bytes (Triton asks about 16). All else goes Triton's own way.
 
+A launch is none of torch's operations: where those are written down to be compiled (make_fx), its
+results would be memory that nobody fills, so it is refused there.
+
 State: what each kernel was compiled to. Nothing of a kernel runs without Triton; whoever launches
 one asks HAS_TRITON first.
 
@@ -23,6 +26,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from noshuffle.errors import Unsupported
 
 jit: Callable[[Any], Any]
 constant: Callable[[Any], Any]
@@ -43,13 +48,15 @@ class LaunchCache:
     does not take such a launch, it is Triton's own.
     """
 
-    def __init__(self, kernel: Any, function: Callable[..., Any]) -> None:
+    def __init__(self, kernel: Any, function: Callable[..., Any], *, is_on: bool = True) -> None:
         self._kernel, self._plain = kernel, kernel.run
         self._names = tuple(inspect.signature(function).parameters)
         self._known: dict[Any, Any] = {}
-        self._is_on = True
+        self._is_on = is_on
 
     def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
+        if torch._C._len_torch_dispatch_stack() and _is_traced():
+            raise Unsupported("a kernel leaves no trace")
         if not self._is_on or warmup or type(grid) is not tuple or self._kernel.pre_run_hooks:
             return self._plain(*args, grid=grid, warmup=warmup, **options)
         given: list[Any] = [torch.cuda.current_device(), len(args), *options]
@@ -76,6 +83,13 @@ class LaunchCache:
         return found
 
 
+def _is_traced() -> bool:
+    """Whether operations are written down to be compiled."""
+    from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+    return get_proxy_mode() is not None
+
+
 def _is_known(version: str) -> bool:
     """Whether this version is one of those.
 
@@ -99,8 +113,9 @@ try:
         """`triton.jit`; an interpreted kernel, and one for other devices, stays as it is."""
         kernel: Any = triton.jit(function)
         is_compiled = type(kernel) is triton.runtime.JITFunction and torch.version.cuda is not None
-        if is_compiled and _is_known(triton.__version__):
-            kernel.run = LaunchCache(kernel, function)
+        if is_compiled:
+            is_known = _is_known(triton.__version__)
+            kernel.run = LaunchCache(kernel, function, is_on=is_known)
         return kernel
 
 except ImportError:

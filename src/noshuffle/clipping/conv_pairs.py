@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from noshuffle.clipping.conv_halves import halves, laid_out
@@ -123,7 +124,7 @@ def is_work(x: Tensor, outputs: int, kernel: Pair, padding: Pair) -> bool:
     if not (HAS_TRITON and x.is_cuda and x.dim() == 4 and x.dtype is torch.float32):
         return False
     channels, taps = x.shape[1], kernel[0] * kernel[1]
-    if is_wrapped(x) or min(outputs, channels) < NARROWEST:
+    if is_wrapped(x) or get_proxy_mode() is not None or min(outputs, channels) < NARROWEST:
         return False
     if taps > MOST_TAPS or min(padding) < 0 or x[:1].numel() >= 2**30:
         return False

@@ -124,11 +124,19 @@ def of_written(squared: Tensor, a: Tensor, g: Tensor, lengths: tuple[Tensor, Ten
     Which of the two ways is shorter depends on the longest example of a batch, or on the user with
     most rows. Increased on one way only, all other norms would change with that one.
     """
-    is_kernel = has_kernel(a, g)
-    if is_kernel and torch.cuda.is_current_stream_capturing():
-        is_kernel = bool(_adds_up.cache_info().currsize)
-    run = gpu_kernels.of_written if is_kernel and _adds_up(a.device) else _of_written
+    run = gpu_kernels.of_written if _is_added_up(a, g) else _of_written
     return run(squared, lengths, (a.shape[2], g.shape[2]), rounding_tolerance(a, g))
+
+
+def _is_added_up(a: Tensor, g: Tensor) -> bool:
+    """Whether a kernel does that, in the place of thirty operations.
+
+    It takes numbers in single precision, which the smallest of double precision are not.
+    """
+    is_it = _is_for_kernels(a, g) and torch.float64 not in (a.dtype, g.dtype)
+    if is_it and torch.cuda.is_current_stream_capturing():
+        is_it = bool(_adds_up.cache_info().currsize)
+    return is_it and _adds_up(a.device)
 
 
 def _of_written(
@@ -176,14 +184,20 @@ def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def _is_for_kernels(a: Tensor, g: Tensor) -> bool:
+    """Whether there are kernels for these two; one that is launched leaves no trace (make_fx)."""
+    has_room = len(a) <= gpu_kernels.MOST_EXAMPLES
+    return gpu_kernels.HAS_TRITON and a.is_cuda and has_room and get_proxy_mode() is None
+
+
 def has_kernel(a: Tensor, g: Tensor) -> bool:
-    """Whether these two are work for the kernels."""
-    is_it = gpu_kernels.HAS_TRITON and a.is_cuda and a.dtype == g.dtype and roundoff(a) > 0.0
+    """Whether these two are work for the kernels of inner products."""
+    is_it = _is_for_kernels(a, g) and a.dtype == g.dtype and roundoff(a) > 0.0
     if not is_it or a.shape[1] < SHORTEST or min(a.shape[2], g.shape[2]) < NARROWEST:
         return False
     if torch.cuda.is_current_stream_capturing() and not _is_good.cache_info().currsize:
         return False
-    return len(a) <= gpu_kernels.MOST_EXAMPLES and _is_good(a.device, a.dtype)
+    return _is_good(a.device, a.dtype)
 
 
 def squares(a: Tensor, g: Tensor) -> Tensor:

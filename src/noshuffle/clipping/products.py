@@ -217,6 +217,7 @@ def _rescaled(t: Tensor, other: Tensor, factors: Tensor) -> Tensor:
     if not _fits(t, other):
         return scaled(t, factors)
     # computed in float32 and rounded once: a rounded factor could be a larger one
-    if gpu_kernels.HAS_TRITON and t.is_contiguous() and _rescales(t.device):
+    has_kernel = gpu_kernels.HAS_TRITON and get_proxy_mode() is None
+    if has_kernel and t.is_contiguous() and _rescales(t.device):
         return gpu_kernels.rescale(t, factors.float())
     return torch.mul(t, factors.float().reshape(-1, 1, 1), out=torch.empty_like(t))

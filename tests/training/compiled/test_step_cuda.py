@@ -278,3 +278,51 @@ def test_a_graph_that_nobody_holds_does_not_end_the_next_capture():
     graph()
     assert gc.isenabled()
     assert total.item() == 3.0
+
+
+class Steps(nn.Module):
+    """Maps over the steps of a sequence, wide enough for kernels of inner products."""
+
+    def __init__(self, dtype=torch.float32):
+        super().__init__()
+        self.first, self.last = (nn.Linear(64, 64, dtype=dtype) for _ in range(2))
+
+    def forward(self, x):
+        return torch.tanh(self.last(torch.tanh(self.first(x)))).mean((1, 2))
+
+
+@pytest.mark.parametrize("steps", [4, 200])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_what_is_fused_clips_batches_that_come_later(steps, dtype):
+    """A kernel is none of the operations that a compiler is told of: norms that it has taken of the
+    first batch must not be those of all others. In the first nothing is clipped."""
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("high")
+    try:
+        found = []
+        for compiles in (True, False):
+            torch.manual_seed(0)
+            model = Steps(dtype).cuda()
+            plan = Plan(participation=SinglePass(3), strategy=identity(), noise_multiplier=1e-6)
+            private = privatize(
+                model,
+                torch.optim.SGD(model.parameters(), lr=1e-3),
+                plan,
+                clip_norm=0.5,
+                batch_size=SIZE,
+                compile=compiles,
+                source=test_source(seed=3),
+            )
+            loss = nn.MSELoss()
+            for scale in (1e-3, 30.0, 300.0):
+                x = torch.randn(SIZE, steps, 64, dtype=dtype, device="cuda")
+                private.step(loss, x, scale * torch.ones(SIZE, dtype=dtype, device="cuda"))
+                own = {n: p.grad.double() * SIZE for n, p in model.named_parameters()}
+            found.append(torch.cat([g.reshape(-1) for g in own.values()]))
+            if compiles:
+                assert "fused" in private.why or private.fallbacks, private.why
+        fast, slow = found
+        assert float(fast.norm()) <= 0.5 * SIZE * 1.01
+        assert float((fast - slow).norm()) <= 0.05 * float(slow.norm())
+    finally:
+        torch.set_float32_matmul_precision(before)
