@@ -139,7 +139,9 @@ def test_threads_do_not_change_a_bit() -> None:
         for threads in (1, 2, 3, 12):
             torch.set_num_threads(threads)
             own = Gradients(x, g, size=21, how=how)
-            found.append((own.squares(), own.dense(), own.total(torch.linspace(0, 1, 21))))
+            squares, tolerated = own.squares(), own.tolerated
+            assert tolerated is not None
+            found.append((squares, tolerated, own.dense(), own.total(torch.linspace(0, 1, 21))))
     finally:
         torch.set_num_threads(before)
     for other in found[1:]:
@@ -194,7 +196,19 @@ def test_the_rule_is_the_same_with_and_without(
 @needs_loops
 @pytest.mark.parametrize(
     ("right", "wrong"),
-    [("own[k] * g[o", "own[k] * 1.01f * g[o"), ("place[r]", "place[0]"), ("job->factors[b]", "1")],
+    [
+        ("own[k] * g[o", "own[k] * 1.01f * g[o"),
+        ("place[r]", "place[0]"),
+        ("job->factors[b]", "1"),
+        ("counts[j] += own[r + j] > 0", "counts[j]++"),
+        ("sqrt((double)count)", "0"),
+        ("of_x[j] += (double)x[i + j]", "of_x[j] += 1.01 * (double)x[i + j]"),
+        ("sums->both += of_x * of_g", "sums->both += of_x"),
+        ("outputs * tiny", "outputs"),
+        ("(double)job->covered", "1"),
+        ("if (sums.count) few", "few"),
+        ("root * root + few", "root * root"),
+    ],
 )
 def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
     text = text_of("convolution.c")

@@ -18,9 +18,9 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from noshuffle.clipping.gram import allowance, smallest
-from noshuffle.clipping.native_conv import Sides
 from noshuffle.clipping.statefulness import is_wrapped
 
+Sides = tuple[tuple[int, int], ...]  # zeros before and after each axis
 _BOXES: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)
 
 
@@ -69,12 +69,11 @@ def with_tolerance(
     of_g = _by_position(g, many).reshape(size, -1, many, g.shape[2:].numel())
     count = (of_g > 0.0).sum((1, 3))
     is_few = (count > 0) & (inner * outer > (inner + outer) * count)
-    axes = zip(layer.kernel_size, layer.stride, layer.dilation)
-    covered = math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in axes)
-    by_group = x.reshape(size, -1, many, x.shape[1:].numel() // many)
-    far = torch.linalg.vector_norm(by_group, dim=(1, 3)).double()
-    far *= of_g.sum((1, 3), dtype=torch.float64).mul_(covered).sqrt_()
-    far *= 0.5 * torch.finfo(g.dtype).eps * (count.double().sqrt() / 4.0 + 2.0)
+    covered = most_windows(layer.kernel_size, layer.stride, layer.dilation)
+    by_group = x.detach().reshape(size, -1, many, x.shape[1:].numel() // many)
+    far = torch.linalg.vector_norm(by_group, dim=(1, 3), dtype=torch.float64)
+    far *= of_g.sum((1, 3)).mul_(covered).sqrt_()
+    far *= lost_by_number(g.dtype) * (count.double().sqrt() / 4.0 + 2.0)
     moved = torch.where(is_few | (count == 0), 0.0, far).square().sum(1).sqrt()
     found: Tensor = (squared.double().sqrt() + moved).square()
     if _is_plain(x) and not bool(is_few.any()):
@@ -82,14 +81,28 @@ def with_tolerance(
     return found + torch.where(is_few, _of_few(layer, x, of_g, sides), 0.0).sum(1)
 
 
+def most_windows(
+    kernel: tuple[int, ...], stride: tuple[int, ...], dilation: tuple[int, ...]
+) -> int:
+    """How many windows a number of x may lie in."""
+    axes = zip(kernel, stride, dilation)
+    return math.prod(-(-k * math.gcd(s, d) // s) for k, s, d in axes)
+
+
+def lost_by_number(dtype: torch.dtype) -> float:
+    """How far a number is rounded, relative to it."""
+    return 0.5 * torch.finfo(dtype).eps
+
+
 def _of_few(layer: Any, x: Tensor, of_g: Tensor, sides: Sides) -> Tensor:
     """What `gram.squares` adds for rounding, by example and group.
 
     Windows are not made for that: squares of x, added up over channels, are added up over each.
+    Inner products lose what is too small for this type, and overflow: so do these squares.
     """
-    many, tiny = layer.groups, smallest(x.dtype)
+    many, tiny, of_g = layer.groups, smallest(x.dtype), of_g.to(x.dtype)
     box = torch.ones(many, 1, *layer.kernel_size, dtype=x.dtype, device=x.device)
-    of_x = padded(_by_position(x, many), sides, mode="zeros")
+    of_x = padded(_by_position(x, many).to(x.dtype), sides, mode="zeros")
     of_x = _BOXES[box.dim() - 3](of_x, box, None, layer.stride, 0, layer.dilation, many)
     of_x = of_x.clamp_min_(0.0).reshape(of_g.shape)
     inner, outer = layer.weight[0].numel(), len(layer.weight) // many
@@ -109,14 +122,16 @@ def _is_plain(t: Tensor) -> bool:
 
 
 def _by_position(t: Tensor, many: int) -> Tensor:
-    """Σ t² over the channels of each group, [N, groups, *space]; NumPy takes one pass for that."""
+    """Σ t² over the channels of each group, [N, groups, *space], in float64, where squares of
+    single precision neither vanish nor overflow; NumPy takes one pass for that."""
     t = t.detach()
     if t.shape[1] == many:
-        return t.square()
+        return t.double().square()
     rows = t.reshape(len(t), many, t.shape[1] // many, t.shape[2:].numel())
     if not _is_plain(t):
-        found = rows.square().sum(2)
+        found = rows.double().square().sum(2)
     else:
+        own, how = rows.numpy(), "ngcl,ngcl->ngl"
         with np.errstate(all="ignore"):  # an example may hold infinities
-            found = torch.from_numpy(np.einsum("ngcl,ngcl->ngl", rows.numpy(), rows.numpy()))
+            found = torch.from_numpy(np.einsum(how, own, own, dtype=np.float64))
     return found.reshape(len(t), many, *t.shape[2:])

@@ -7,11 +7,12 @@ In each group, with the input cut into windows of K = channels × kernel numbers
 The windows of a few positions at a time are written into the first-level cache, where a block of
 outer products is summed up in registers; G_b itself stays in a cache too and is never kept:
 
-    squares   Σ_{o,k} G_b[o, k]²  for every example b
+    squares   Σ_{o,k} G_b[o, k]²  for every example b, also with its tolerance for rounding
     total     Σ_b f_b G_b         examples in eight slices, each in order, added up in order
 
 so the bits do not depend on the number of threads. `rules_conv` has the torch form, which is the
-twin of `native/convolution.c` in the tests. No state.
+twin of `native/convolution.c` in the tests; `conv_windows.with_tolerance` is that of the tolerance.
+No state.
 
 >>> library() is library()
 True
@@ -27,10 +28,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn.grad import conv2d_weight
 
 from noshuffle.c_library import together
+from noshuffle.clipping.conv_windows import (
+    Sides,
+    lost_by_number,
+    most_windows,
+    sides_of,
+    with_tolerance,
+)
+from noshuffle.clipping.gram import allowance, smallest
 from noshuffle.clipping.native_loops import NativeLoops
 
 #: Slices that the examples of a total are cut into, and numbers of windows that are written at a
@@ -49,8 +58,8 @@ LARGEST, WIDEST = 1 << 17, 4096
 _FIELDS = """
     next examples frames groups positions outputs width runs run step example group *place *offset
     *x *g *factors *squares *total *scratch taken keep padded lines line *into *channels
+    window covered *rounding *tolerated
 """
-Sides = tuple[tuple[int, int], ...]  # zeros before and after each axis
 
 
 class ConvJob(ctypes.Structure):
@@ -95,6 +104,8 @@ class ConvTables(NamedTuple):
     into: Any  # and every row (last axis) of x without a border; None where there is none
     border: tuple[int, int, int]
     head: tuple[int, ...]
+    covered: int  # windows that a number of x may lie in
+    rounding: Any  # of one number, of inner products, and what vanishes in those
 
 
 @lru_cache(maxsize=64)
@@ -122,7 +133,11 @@ def _conv_tables(
         *(place.ctypes.data, offset.ctypes.data),
     )
     border = (channels * math.prod(wide), 0 if into is None else len(into), space[-1])
-    return ConvTables(outputs, width, window, place, offset, into, border, head)
+    covered = most_windows(how.kernel, how.stride, how.dilation)
+    kind = torch.float32
+    lost = lost_by_number(kind), allowance(kind, window, outputs), smallest(kind)
+    rounding = np.array(lost, dtype=np.float64)
+    return ConvTables(outputs, width, window, place, offset, into, border, head, covered, rounding)
 
 
 class Gradients:
@@ -150,11 +165,15 @@ class Gradients:
         self._x, self._g = x.contiguous(), g.contiguous()
         self._plan = plan = _conv_tables(x.shape, g.shape, size, how, sides)
         self._job = ConvJob(0, *plan.head, self._x.data_ptr(), self._g.data_ptr())
+        self._job.window, self._job.covered = plan.window, plan.covered
+        self._job.rounding = plan.rounding.ctypes.data
         if plan.into is not None:
             self._job.padded, self._job.lines, self._job.line = plan.border
             self._job.into = plan.into.ctypes.data
-        #: After `squares` or `dense`: the squared norms, and the sums of g, [B, outputs].
+        #: After `squares` or `dense`: the squared norms, as they are and with a tolerance for
+        #: rounding (`conv_windows.with_tolerance`), and the sums of g, [B, outputs].
         self.lengths: Tensor | None = None
+        self.tolerated: Tensor | None = None
         self.channels: Tensor | None = None
 
     @property
@@ -185,9 +204,11 @@ class Gradients:
 
     def _measure(self, scratch: Tensor, *, keep: int) -> Tensor:
         job, many = self._job, self._how.groups * self._plan.outputs
-        self.lengths = torch.empty(self._size, dtype=torch.float64, device="cpu")
+        both = torch.empty((2, self._size), dtype=torch.float64, device="cpu")
+        self.lengths, self.tolerated = both
         self.channels = torch.empty((self._size, many), dtype=torch.float32, device="cpu")
-        job.squares, job.channels = self.lengths.data_ptr(), self.channels.data_ptr()
+        job.squares, job.tolerated = self.lengths.data_ptr(), self.tolerated.data_ptr()
+        job.channels = self.channels.data_ptr()
         job.scratch, job.taken, job.keep = scratch.data_ptr(), 0, keep
         self._run("squares", torch.get_num_threads())
         return self.lengths
@@ -237,6 +258,10 @@ def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) ->
 
 
 def _agrees(built: ctypes.CDLL) -> bool:
+    return _finds_gradients(built) and _finds_tolerance(built)
+
+
+def _finds_gradients(built: ctypes.CDLL) -> bool:
     """Whether the loops find the gradients of a small convolution with groups and dilation."""
     draw = torch.Generator().manual_seed(0)
     x = torch.randn(3, 6, 9, 20, generator=draw, dtype=torch.float32, device="cpu")
@@ -257,6 +282,31 @@ def _agrees(built: ctypes.CDLL) -> bool:
     total = torch.tensordot(factors, each, 1)
     is_close = is_close and torch.allclose(own.total(factors), total, rtol=1e-4, atol=1e-4)
     return is_close and torch.equal(inner.squares(), squares)
+
+
+def _finds_tolerance(built: ctypes.CDLL) -> bool:
+    """Whether the loops find the tolerance of examples that have few positions, few that are not
+    zero, many, and none."""
+    draw = torch.Generator().manual_seed(0)
+    few = nn.Conv2d(8, 40, 3, padding=1, device="meta")
+    many = nn.Conv2d(6, 26, (2, 3), (1, 2), dilation=(2, 1), groups=2, device="meta")
+    for layer, space, sent in ((few, (2, 4), (2, 4)), (many, (9, 20), (7, 9))):
+        x = torch.randn(
+            6, layer.in_channels, *space, generator=draw, dtype=torch.float32, device="cpu"
+        )
+        g = torch.randn(
+            6, layer.out_channels, *sent, generator=draw, dtype=torch.float32, device="cpu"
+        )
+        g[:2, :, 1:] = g[:2, ..., 3:] = g[3:] = 0.0
+        how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
+        sides = sides_of(layer)
+        own = Gradients(x, g, size=3, how=how, sides=sides, built=built)
+        squares = own.squares()
+        added = with_tolerance(squares, layer, x, g, size=3, sides=sides) - squares
+        assert own.tolerated is not None
+        if not torch.allclose(own.tolerated - squares, added, rtol=1e-4, atol=0.0):
+            return False
+    return True
 
 
 #: Handed out only after they agreed with torch.

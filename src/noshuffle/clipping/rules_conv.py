@@ -24,9 +24,9 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from noshuffle.clipping import conv_halves, conv_kernels
-from noshuffle.clipping.conv_windows import padded, sides_of, windows, with_tolerance
+from noshuffle.clipping.conv_windows import Sides, padded, sides_of, windows, with_tolerance
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.native_conv import Geometry, Gradients, Sides, fits_cache, is_fit
+from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import affine, rule
 from noshuffle.clipping.shared_copies import copy_of
@@ -135,11 +135,12 @@ class Convolution(GradientForm):
             return found if self.keep is None else torch.where(self.keep, found, 0.0)
         loops = self._loops
         if loops is not None:
-            if not loops.is_worth_keeping:
-                return self._with_tolerance(loops.squares())
-            self.written.append(loops.dense())
-            assert loops.lengths is not None
-            return self._with_tolerance(loops.lengths)
+            if loops.is_worth_keeping:
+                self.written.append(loops.dense())
+            else:
+                loops.squares()
+            assert loops.tolerated is not None
+            return loops.tolerated
         outer = self._outer()
         if outer.a.shape[1] == 1:
             return DenseGradient(self.dense(outer)).squares()
