@@ -91,6 +91,25 @@ def test_more_positions_than_the_room_holds() -> None:
 
 
 @needs_loops
+@pytest.mark.parametrize("dilation", [1, 2])
+@pytest.mark.parametrize("length", range(1, 20))
+def test_rows_of_a_kernel_of_every_length(length: int, dilation: int) -> None:
+    """Each is copied in pieces of eight, four and two numbers."""
+    torch.manual_seed(length)
+    layer = nn.Conv2d(3, 5, (2, length), dilation=(1, dilation), bias=False)
+    x = torch.randn(2, 3, 6, 45)
+    g = torch.randn_like(layer(x)).detach()
+    own, truth = Gradients(x, g, size=2, how=how_of(layer)), one_by_one(layer, x, g, 2)
+    torch.testing.assert_close(own.dense(), truth.float(), rtol=1e-4, atol=1e-4)
+    squares = truth.flatten(1).square().sum(1)
+    torch.testing.assert_close(own.squares(), squares, rtol=2e-6, atol=0.0)
+    total = own.total(torch.tensor([0.5, -2.0]))
+    torch.testing.assert_close(
+        total, (0.5 * truth[0] - 2.0 * truth[1]).float(), rtol=1e-4, atol=1e-4
+    )
+
+
+@needs_loops
 @settings(max_examples=40, deadline=None)
 @given(cases(), st.data())
 def test_a_border_of_zeros_may_be_left_to_the_loops(case: Any, data: Any) -> None:
