@@ -187,6 +187,22 @@ def test_what_is_not_finite_shows_in_its_own_norm_only(value: float) -> None:
 
 
 @needs_loops
+@pytest.mark.parametrize("power", [58, 64, 66])
+def test_of_one_frame_and_of_several_the_same_norms_overflow(power: int) -> None:
+    """A row that all others are padded to must not change theirs."""
+    torch.manual_seed(0)
+    x, g = torch.randn(4, 3, 12, 12) * 2.0**power, torch.randn(4, 8, 10, 10) / 16.0
+    how = Geometry((3, 3), (1, 1), (1, 1), 1)
+    padded = (torch.stack([t, torch.zeros_like(t)], 1).flatten(0, 1) for t in (x, g))
+    alone, beside = Gradients(x, g, size=4, how=how), Gradients(*padded, size=4, how=how)
+    found = alone.squares()
+    torch.testing.assert_close(beside.squares(), found, rtol=1e-5, atol=0.0)
+    alone.dense()
+    torch.testing.assert_close(alone.lengths, found, rtol=1e-5, atol=0.0)
+    assert bool(torch.isfinite(found).all()) == (power == 58)
+
+
+@needs_loops
 @pytest.mark.parametrize("wide", [(1, 16, 8, 2, 34), (16, 32, 4, 2, 13), (3, 8, 5, 1, 20)])
 def test_the_rule_is_the_same_with_and_without(
     wide: tuple[int, ...], monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,7 @@
    whichever thread comes, total each slice of the examples; neither result depends on which. While
    x and g are at hand, squares also sums g up by channel, which is the gradient of the bias, and
    finds what `conv_windows.with_tolerance` adds to a norm. */
+#include <float.h>
 #include <math.h>
 #include <stdint.h>
 #include <string.h>
@@ -280,6 +281,7 @@ void squares(ConvJob *job) {
             if (sums.count) few += lost(job, &sums);
         }
         for (int i = 0; i < 16; i++) all += found[i];
+        if (all > FLT_MAX) all = INFINITY; /* as in single precision, with one frame or several */
         job->squares[b] = all;
         double root = sqrt(all) + sqrt(moved);
         job->tolerated[b] = root * root + few;
