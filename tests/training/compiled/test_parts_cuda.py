@@ -122,7 +122,8 @@ def test_captured_parts_equal_eager_ones_between_single_steps(
     assert "rows are replays" in fast.why, fast.fallbacks
     assert not fast.fallbacks
     torch.testing.assert_close(weights(fast), weights(slow), **CLOSE)
-    torch.testing.assert_close(fast.outcome.losses, slow.outcome.losses.cpu(), **CLOSE)
+    losses = [private.outcome.losses.cpu() for private in (fast, slow)]
+    torch.testing.assert_close(*losses, **CLOSE)
     assert fast._parts.noise.step == 12
     told = [[(r.batch, r.units.tolist()) for r in run.ledger.rows()] for run in (slow, fast)]
     assert told[0] == told[1]

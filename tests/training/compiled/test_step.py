@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import os
 from contextlib import nullcontext
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -714,6 +715,33 @@ def test_a_form_that_runs_a_batch_runs_it_as_the_graph_will(monkeypatch):
     monkeypatch.setattr("noshuffle.training.compiled.sum.Flattened", Asks)
     make(compiled=True, engine=Ghost()).step(LOSS, *data(SIZE), ids=range(SIZE))
     assert seen == [True]
+
+
+def test_a_form_that_loses_norms_is_not_taken_though_nothing_is_clipped_yet(monkeypatch):
+    """Its sums of the first batch are right; those of larger gradients would not be bounded."""
+
+    def lossy(*given, **more):
+        found = candidates(*given, **more)
+        name, build = list(found.items())[-1]
+
+        def built():
+            total = build()
+
+            def run(batch, keep):
+                sums = total(batch, keep)
+                return replace(sums, norms=0.9 * sums.norms, report=None)
+
+            return run
+
+        return {**found, name: built}
+
+    for form in (candidates, lossy):
+        monkeypatch.setattr("noshuffle.training.compiled.choice.candidates", form)
+        private = make(compiled=True, engine=Ghost(), clip_norm=1e3)
+        private.step(LOSS, *data(SIZE), ids=range(SIZE))
+        was_refused = "sum by rules in a matrix was not taken" in str(private.compiled.fallbacks)
+        assert was_refused == (form is lossy)
+        assert ("sum by rules, " in private.compiled.why) == (form is lossy)
 
 
 @pytest.mark.slow
