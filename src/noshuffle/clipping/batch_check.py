@@ -138,7 +138,6 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
     is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
     _by_number(run, rows, losses, kept, grads, low=low)
-    is_asked = adds_up(run, rows, losses, kept, grads) and is_asked
     for other in others:
         index = torch.full((len(losses),), other, device="cpu")
         index[kept] = kept
@@ -147,7 +146,8 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
             raise Mixes("the loss of an example changes with the other examples of its batch")
         if other == others[0]:
             is_asked = same_beside(run, rows, kept, grads, there, low=low) and is_asked
-    return is_asked
+        del there
+    return adds_up(run, rows, losses, kept, grads) and is_asked
 
 
 def _by_number(

@@ -11,7 +11,7 @@ their number or at the size of their gradients is seen here only. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 
 import torch
@@ -52,10 +52,10 @@ def adds_up(
     rows: Batch,
     losses: Tensor,
     kept: Tensor,
-    grads: Sequence[Tensor | None],
+    grads: list[Tensor | None],
 ) -> bool:
-    """Raise unless the gradient of all losses is that of some and that of the others; False if
-    these are not finite."""
+    """Raise unless the gradient of all losses is that of some, which is used up, and that of the
+    others; False if these are not finite."""
     if not grads:
         return True
     rest = losses.detach().isfinite()
@@ -67,15 +67,23 @@ def adds_up(
         found = run(given)
         return run.gradient(torch.cat([found[kept], found[rest]]))
 
-    others, both = run.gradient(run(rows)[rest]), of_all(rows)
-    due = [a if b is None else b if a is None else wide(a) + b for a, b in zip(grads, others)]
+    due = list(_joined(grads, run.gradient(run(rows)[rest])))
+    both = of_all(rows)
     gap, size = length(due, both), length(both)
+    del due
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
         # terms that all but cancel may move as far as rounding moves them
         room = length(both, of_rounded(of_all, rows))
         if gap > 2e-2 * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with those of the others")
     return math.isfinite(gap)
+
+
+def _joined(some: list[Tensor | None], others: list[Tensor | None]) -> Iterator[Tensor | None]:
+    """The sum of two gradients; what was read is let go of."""
+    for i, (a, b) in enumerate(zip(some, others)):
+        some[i] = others[i] = None
+        yield a if b is None else b if a is None else wide(a) + b
 
 
 def same_beside(

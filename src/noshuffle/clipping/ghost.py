@@ -169,14 +169,15 @@ class Ghost:
         weights: Tensor | None,
     ) -> ClippedSum:
         """The clipped sum by layer rules; raises NotByLayer if they turn out not to hold."""
-        assert known.layers is not None
+        layers = known.layers
+        assert layers is not None
 
         def one(
             rows: Batch, units: Tensor | None, weights: Tensor | None, part: SumPart = WHOLE
         ) -> ClippedSum:
             """That of some rows, from one forward and one backward pass."""
             is_alone = units is None and weights is None
-            options: dict[str, Any] = {"layers": known.layers, "layout": known.layout}
+            options: dict[str, Any] = {"layers": layers, "layout": known.layout}
             options |= {"names": shot.names, "early": device.type == "cuda" and is_alone}
             with check.as_written(model) if shot.is_compiled else nullcontext():
                 try:
@@ -192,13 +193,24 @@ class Ghost:
                         forms[name] = by_unit(own, who, reduce=reduce)
                 return finish(forms, shot.like, losses, who, clip=clip, part=part)
 
+        def look(*seen: Tensor | None) -> None:
+            forms_of, engine = known.forms_of(model, loss_fn), self._written_out
+            known.looks.look(
+                model, loss_fn, batch, *seen, layers=layers, forms_of=forms_of, engine=engine
+            )
+
         def small(count: int) -> None:
             with with_same_rng(model):
                 one(take(batch, slice(count)), None, None)
             unasked.clear()
 
         unasked: dict[int, Batch] = {}
-        device, findings = shot.device, known.findings
+        device, findings, looks = shot.device, known.findings, known.looks
+        is_due = looks.calls >= looks.due or shape.size not in looks.sizes
+        is_due = is_due and shape.size > 1 and not is_capturing(device)
+        if is_due and looks.is_at_batch(shape.size):
+            look()  # before there is a sum, which takes memory and is not asked
+            is_due = False
         trial = partial(put_back_after, model)
         kind, chosen = (shape.size, shape.entries), None
         if known.whole != kind:
@@ -221,14 +233,8 @@ class Ghost:
                 )
         if unasked and not is_capturing(device):
             self._ask_graphs(model, loss_fn, unasked, known)
-        looks = known.looks
-        is_due = looks.calls >= looks.due or shape.size not in looks.sizes
-        if is_due and shape.size > 1 and not is_capturing(device):
-            norms = found.norms if units is None and weights is None else None
-            looks.look(
-                model, loss_fn, batch, found.losses, norms, layers=known.layers,
-                forms_of=known.forms_of(model, loss_fn), engine=self._written_out,
-            )  # fmt: skip
+        if is_due:
+            look(found.losses, found.norms if units is None and weights is None else None)
         return found
 
     def _ask_graphs(

@@ -22,7 +22,7 @@ asks the graph). The caller then writes gradients out instead. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -45,7 +45,7 @@ from noshuffle.clipping.look_runs import (
 )
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
 from noshuffle.clipping.products import HALF, roundoff, wide
-from noshuffle.clipping.rule_check import all_exact, by_autograd, length
+from noshuffle.clipping.rule_check import by_autograd, inexact, length
 from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import (
     EXTREMES,
@@ -91,14 +91,16 @@ def _alone(
             raise Mixes("the loss of an example changes with the other examples of its batch")
         if not own:
             continue
-        there = torch.autograd.grad(again, params, allow_unused=True)
-        size, moved = length(own), length(own, there)
+        # Nothing of a gradient is kept: the next one takes its memory.
+        moved = length(own, torch.autograd.grad(again, params, allow_unused=True))
+        size = length(own)
         tolerance = (2e-2 if low else 1e-4) * size + 1e-12
         if not moved <= tolerance and not low and roundoff(params[0]) > 0.0:
             # Attention on a GPU adds up in any order, and TF32 makes that a matter of 1e-4.
             with torch.enable_grad():
-                same = torch.autograd.grad(run(pair)[i], params, allow_unused=True)
-            tolerance = max(tolerance, min(3.0 * length(own, same), 5e-3 * size))
+                same = run(pair)[i]
+            gap = length(own, torch.autograd.grad(same, params, allow_unused=True))
+            tolerance = max(tolerance, min(3.0 * gap, 5e-3 * size))
             is_loose = True
         if not moved <= tolerance:
             raise Mixes("the gradient of an example changes with the other examples of its batch")
@@ -208,26 +210,32 @@ def _beside_short(run: Callable[[Batch], Tensor], pair: Batch, *, low: bool) -> 
 
 def _sums_up(
     losses: Tensor,
-    truth: Sequence[Sequence[Tensor | None]],
+    truth: Sequence[list[Tensor | None]],
     params: list[nn.Parameter],
     *,
     low: bool,
 ) -> None:
-    """Raise Mixes unless the gradient of ℓ₀ + k ℓ₁ is g₀ + k g₁: a backward pass that looks at
-    the size of all gradients (a hook, a function of one's own) lets examples mix there."""
+    """Raise Mixes unless the gradient of ℓ₀ + k ℓ₁ is g₀ + k g₁, which are used up: a backward pass
+    that looks at the size of all gradients (a hook, a function of one's own) lets examples mix."""
     large = 2.0**6 if low else 2.0**14
     seeds = torch.tensor([1.0, large], dtype=losses.dtype, device=losses.device)
     with torch.enable_grad():  # whatever the loop has set around its step
         joined = (losses * seeds).sum()  # torch 2.13 imports sympy (0.5 s) where seeds are given
-    both = torch.autograd.grad(joined, params, retain_graph=True, allow_unused=True)
-    gap = size = 0.0
-    for own, first, second in zip(both, *truth):
-        if own is None or first is None or second is None:
-            continue
-        due = wide(first) + wide(second) * large
-        gap, size = math.hypot(gap, length([due], [own])), math.hypot(size, length([due]))
+    due = list(_joined(*truth, factor=large))
+    own = torch.autograd.grad(joined, params, retain_graph=True, allow_unused=True)
+    both = [(a, b) for a, b in zip(due, own) if a is not None and b is not None]
+    gap, size = length((a for a, _ in both), (b for _, b in both)), length(a for a, _ in both)
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
         raise Mixes("the gradient of an example changes with the size of the others")
+
+
+def _joined(
+    first: list[Tensor | None], second: list[Tensor | None], *, factor: float
+) -> Iterator[Tensor | None]:
+    """g₀ + k g₁ of every parameter that both have; what was read is let go of."""
+    for i, (a, b) in enumerate(zip(first, second)):
+        first[i] = second[i] = None
+        yield None if a is None or b is None else torch.add(wide(a), wide(b), alpha=factor)
 
 
 def tried(
@@ -254,6 +262,7 @@ def tried(
     losses, truth = by_autograd(run, pair, params)
     if not _is_finite(losses, truth):
         # One example must not decide how the others are added up: that rounds them otherwise.
+        del losses, truth  # one graph, and its gradients, at a time
         some = take(few, slice(TRIAL_ROWS))
         good = finite_gradients(run, some, own_params)
         pair = unlike_pair(take(some, good) if len(good) else some)
@@ -264,17 +273,24 @@ def tried(
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
     low = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
+    # What mixes is said before what is not exact; gradients are let go of when they were read.
+    wrong = inexact(params, forms, truth, low=low)
+    del forms, read
     if truth:
         _sums_up(losses, truth, own_params, low=low)
+    losses = losses.detach()
     _counted(model, run, pair, batch, low=low, params=own_params if truth else ())
     _beside_extremes(run, pair, losses, low=low)
     _beside_short(run, pair, low=low)
-    all_exact(params, forms, truth, low=low)
+    if wrong:
+        raise NotByLayer(wrong)
     for far in () if low else extremes(pair, EXTREMES[:1]):  # one may be used otherwise there
         with suppress(*REFUSALS):
             losses, truth = by_autograd(run, far, params)
-            if bool(torch.isfinite(losses).all()) and math.isfinite(sum(map(length, truth))):
-                all_exact(params, _read_forms(model, forms_of, far), truth, low=True)
+            if _is_finite(losses, truth):
+                wrong = inexact(params, _read_forms(model, forms_of, far), truth, low=True)
+        if wrong:
+            raise NotByLayer(wrong)
     return LOOSE if is_loose else ""
 
 

@@ -49,6 +49,13 @@ class LaterLooks:
     last_size: int = 0  # of a batch that was seen to keep examples apart
     is_random: bool = False  # the same example has another loss in another batch
 
+    def is_at_batch(self, size: int) -> bool:
+        """Whether a look at it asks the whole batch, and not what a step made of two examples."""
+        return self.calls >= self.full or self._is_new(size) or self.is_random
+
+    def _is_new(self, size: int) -> bool:
+        return size not in self.sizes and (len(self.sizes) < SIZES or size > max(self.sizes))
+
     def look(
         self,
         model: nn.Module,
@@ -64,10 +71,9 @@ class LaterLooks:
         """Raise Mixes if examples of this batch do, whose `losses`, and `norms`, were these,
         NotByLayer if a weight is used outside its layer, and Unsupported if the model has begun to
         keep something of them; the listeners of `engine` are told of all but the second."""
-        size = batch_size(batch)
-        is_new = size not in self.sizes and (len(self.sizes) < SIZES or size > max(self.sizes))
-        is_full, is_apart, seed = self.calls >= self.full, False, new_seed()
-        if not is_full and not is_new and losses is not None and not self.is_random:
+        size, is_full, is_apart = batch_size(batch), self.calls >= self.full, False
+        is_whole, seed = self.is_at_batch(size), new_seed()
+        if not is_whole and losses is not None:
             picks = two_of(batch)
             with put_back_after(model, has_trained=False):
                 is_full = not alike(model, loss_fn, batch, losses, picks)
@@ -75,7 +81,7 @@ class LaterLooks:
                 if not is_full and norms is not None:
                     is_full = not has_norms(model, forms_of, batch, norms, picks)
         try:
-            if is_full or is_new or self.is_random:
+            if is_full or is_whole:
                 is_first = self.calls == 1 or not is_full
                 how = {"has_gradients": is_full, "is_first": is_first}
                 halves = HALVES if is_full else 1
@@ -106,7 +112,7 @@ class LaterLooks:
         if self.calls >= self.full:
             self.full = next_full(self.calls)
         self.due = self.full
-        if losses is not None and not losses.is_cuda:
+        if not next(model.parameters()).is_cuda:
             rarely = RARELY if self.is_random else 1
             self.due = min(self.full, next_quick(self.calls, rarely=rarely))
 
