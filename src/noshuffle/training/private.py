@@ -191,14 +191,6 @@ class Private(TrainingRun):
             self._sums = PartSums(self.compiled)
         return self._sums
 
-    def _step_in_parts(self) -> Step:
-        sums = self._part_sums()
-        if sums is not None:
-            step = StepInParts(self._parts, index=self._index, sums=sums)
-            if sums.begin(step):
-                return step
-        return self._new_step()
-
     @contextmanager
     def _accumulate(self, *, is_captured: bool = False) -> Iterator[Step]:
         self.check_owner()
@@ -207,8 +199,13 @@ class Private(TrainingRun):
 
     def _accumulated(self, is_captured: bool) -> Iterator[Step]:
         self._parts.check_open()
-        step = self._step_in_parts() if is_captured else self._new_step()
+        sums = self._part_sums() if is_captured else None
+        step = self._new_step()
+        if sums is not None:
+            step = StepInParts(self._parts, index=self._index, sums=sums)
         try:
+            if sums is not None and not sums.begin(step):  # another step has the total
+                step = self._new_step()
             with at_work(self._listener):
                 yield step
             with at_work(self._listener, self._parts.optimizer):

@@ -381,6 +381,23 @@ def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, 
     assert torch.equal(weights(private), weights(never))
 
 
+def test_an_interrupt_right_after_a_step_took_the_total_gives_it_back(monkeypatch):
+    """All later batches in parts were eager."""
+    private, begin = make(compiled=True), PartSums.begin
+    in_parts(private, 0, (5, 3))
+
+    def and_no_further(sums, step):
+        assert begin(sums, step)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(PartSums, "begin", and_no_further)
+        with pytest.raises(KeyboardInterrupt):
+            in_parts(private, 1, (5, 3))
+    assert sums_are_gone(private)
+    assert isinstance(in_parts(private, 1, (5, 3)), StepInParts)
+
+
 def test_a_part_that_is_refused_or_fails_leaves_nothing():
     private, never = make(compiled=True), make(compiled=True)
     for run in (private, never):
