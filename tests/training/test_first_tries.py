@@ -60,6 +60,31 @@ def test_a_closed_run_says_so(folder: str | None, tmp_path: Path) -> None:
     assert private.steps_released == 2
 
 
+@pytest.mark.parametrize("when", ["before a part", "before the release", "in a loss"])
+def test_a_run_that_is_closed_within_a_step_says_so(when: str) -> None:
+    """It ended in sqlite's own words."""
+    private = start()
+
+    def closing(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        private.close()
+        return LOSS(out, y)
+
+    def in_parts() -> None:
+        with private.accumulate() as step:
+            step.add(LOSS, (X[:4], Y[:4]))
+            if when == "before a part":
+                private.close()
+            step.add(closing if when == "in a loss" else LOSS, (X[4:8], Y[4:8]))
+            if when == "before the release":
+                private.close()
+
+    with pytest.raises(InvalidInput, match="this run was closed"):
+        in_parts()
+    assert private.steps_released == 0
+    with pytest.raises(InvalidInput, match="this run was closed"):
+        steps(private, 1)
+
+
 def test_a_loss_or_a_batch_that_is_missing_is_named() -> None:
     private = start()
     with pytest.raises(InvalidInput, match="must be a function, got a tensor"):

@@ -98,6 +98,8 @@ class Step:
         `data` is what epochs are compared by, where not all of a batch is the same in each; `seed`
         is for random layers that have drawn before.
         """
+        if self.parts.is_over:
+            self.parts.check_open()
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
@@ -184,6 +186,8 @@ class Step:
     def release(self) -> Outcome | Unread:
         """Commit, add noise, divide by the planned batch size, update."""
         parts = self.parts
+        if parts.is_over:
+            parts.check_open()
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
         if len(self._sums) != len(self._ids):

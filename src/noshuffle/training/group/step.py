@@ -132,6 +132,7 @@ class GroupStep(Step):
         def bring() -> Brought:
             if self._late is not None:
                 raise self._late
+            self.parts.check_open()
             nonlocal batch
             batch = cuttable(batch)
             size = batch_size(batch)
@@ -287,6 +288,7 @@ class GroupStep(Step):
     def _check_added(self) -> None:
         if self._late is not None:
             raise self._late
+        self.parts.check_open()
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
 
