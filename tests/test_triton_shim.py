@@ -22,17 +22,41 @@ def kernel(x: Any, out: Any, count: Any, WIDTH: Any, IS_TOTAL: Any) -> None:
     """The signature of a kernel."""
 
 
+class Chain:
+    """Several hooks, as Triton has had them since 3.5."""
+
+    def __init__(self, *calls: Any) -> None:
+        self.calls = list(calls)
+
+    def __call__(self, *args: Any) -> None:
+        for call in self.calls:
+            call(*args)
+
+
+class Hooks:
+    """Where launch hooks are set."""
+
+    def __init__(self) -> None:
+        self.launch_enter_hook: Any = Chain()
+        self.launch_exit_hook: Any = None
+
+    def leave(self) -> None:
+        if self.launch_exit_hook is not None:
+            self.launch_exit_hook({})
+
+
 class Compiled:
     """What a kernel is compiled to: launched with all arguments in order."""
 
-    def __init__(self, log: list[Any], *, refuses: bool = False) -> None:
-        self.log, self.refuses = log, refuses
+    def __init__(self, log: list[Any], hooks: Hooks, *, refuses: bool = False) -> None:
+        self.log, self.hooks, self.refuses = log, hooks, refuses
 
     def __getitem__(self, grid: Any) -> Any:
         def launch(*args: Any) -> None:
             if self.refuses:
                 raise TypeError("function takes exactly 3 arguments")
             self.log.append(("known", grid, args))
+            self.hooks.leave()
 
         return launch
 
@@ -43,12 +67,13 @@ class Jitted:
     def __init__(self, *, refuses: bool = False) -> None:
         self.log: list[Any] = []
         self.pre_run_hooks: list[Any] = []
-        self.refuses = refuses
-        self.known = LaunchCache(self, kernel)
+        self.refuses, self.hooks = refuses, Hooks()
+        self.known = LaunchCache(self, kernel, self.hooks)
 
     def run(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         self.log.append(("plain", grid, args, options))
-        return Compiled(self.log, refuses=self.refuses)
+        self.hooks.leave()
+        return Compiled(self.log, self.hooks, refuses=self.refuses)
 
     def __getitem__(self, grid: Any) -> Any:
         return lambda *args, **kwargs: self.known(*args, grid=grid, warmup=False, **kwargs)
@@ -165,6 +190,29 @@ def test_a_version_that_refuses_such_a_launch_is_asked_once() -> None:
     for _ in range(3):
         own[(1,)](X, OUT, 5, **OPTIONS)
     assert own.ways() == ["plain"] * 3
+
+
+@pytest.mark.parametrize("chained", [False, True])
+def test_a_hook_that_raises_does_not_have_a_kernel_run_twice(chained: bool) -> None:
+    """A TypeError of a hook behind a launch was taken for one that came before it."""
+    own, fails = Jitted(), [False]
+
+    def hook(_: Any) -> None:
+        if fails[0]:
+            raise TypeError("a number was expected")
+
+    for _ in range(2):
+        own[(1,)](X, OUT, 5, **OPTIONS)
+    own.hooks.launch_exit_hook = Chain(hook) if chained else hook
+    own[(1,)](X, OUT, 5, **OPTIONS)
+    fails[0] = True
+    own.log.clear()
+    with pytest.raises(TypeError, match="a number"):
+        own[(1,)](X, OUT, 5, **OPTIONS)
+    assert own.ways() == ["plain"]
+    own.hooks.launch_exit_hook = Chain() if chained else None
+    own[(1,)](X, OUT, 5, **OPTIONS)
+    assert own.ways() == ["plain", "known"]
 
 
 def test_an_argument_with_a_default_is_left_to_triton() -> None:

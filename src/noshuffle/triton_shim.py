@@ -7,7 +7,8 @@
 Triton looks at every argument of every launch to find what it compiled for such arguments, which
 takes the host longer than most of these kernels run. `LaunchCache` remembers that for launches it
 has seen: the same numbers, types and options, and tensors of the same types that begin as far
-behind a border of 128 bytes (Triton asks about 16). All else goes Triton's own way.
+behind a border of 128 bytes (Triton asks about 16). All else goes Triton's own way, and so does
+every launch while somebody has hooks around it (a profiler).
 
 A launch is none of torch's operations: where those are written down to be compiled (make_fx), its
 results would be memory that nobody fills, so it is refused there.
@@ -45,11 +46,19 @@ class LaunchCache:
 
     Guarantees: a launch is by the kernel that Triton itself has chosen for arguments which agree in
     all that it chooses by, on the same device; where that cannot be told, or a version of Triton
-    does not take such a launch, it is Triton's own.
+    does not take such a launch, it is Triton's own. A kernel is never launched twice: without hooks
+    nothing but the look at its arguments, which comes before, raises a TypeError.
     """
 
-    def __init__(self, kernel: Any, function: Callable[..., Any], *, is_on: bool = True) -> None:
-        self._kernel, self._plain = kernel, kernel.run
+    def __init__(
+        self,
+        kernel: Any,
+        function: Callable[..., Any],
+        hooks: Any = None,
+        *,
+        is_on: bool = True,
+    ) -> None:
+        self._kernel, self._plain, self._hooks = kernel, kernel.run, hooks
         self._names = tuple(inspect.signature(function).parameters)
         self._known: dict[Any, Any] = {}
         self._is_on = is_on
@@ -57,7 +66,8 @@ class LaunchCache:
     def __call__(self, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         if torch._C._len_torch_dispatch_stack() and _is_traced():
             raise Unsupported("a kernel leaves no trace")
-        if not self._is_on or warmup or type(grid) is not tuple or self._kernel.pre_run_hooks:
+        is_usual = self._is_on and not warmup and type(grid) is tuple
+        if not is_usual or self._kernel.pre_run_hooks or _are_set(self._hooks):
             return self._plain(*args, grid=grid, warmup=warmup, **options)
         given: list[Any] = [torch.cuda.current_device(), len(args), *options]
         for value in (*args, *options.values()):
@@ -90,6 +100,15 @@ def _is_traced() -> bool:
     return get_proxy_mode() is not None
 
 
+def _are_set(hooks: Any) -> bool:
+    """Whether there are launch hooks: functions in Triton 3.3, chains of them in later versions."""
+    for name in ("launch_enter_hook", "launch_exit_hook"):
+        hook = getattr(hooks, name, None)
+        if getattr(hook, "calls", hook):
+            return True
+    return False
+
+
 def _is_known(version: str) -> bool:
     """Whether this version is one of those.
 
@@ -108,6 +127,9 @@ try:
     import triton.language
 
     constant, tl, HAS_TRITON = triton.language.constexpr, triton.language, True
+    #: What has the launch hooks.
+    _HOOKS: Any = getattr(getattr(triton, "knobs", None), "runtime", None)
+    _HOOKS = _HOOKS or getattr(triton.compiler, "CompiledKernel", None)
 
     def jit(function: Any) -> Any:
         """`triton.jit`; an interpreted kernel, and one for other devices, stays as it is."""
@@ -115,7 +137,7 @@ try:
         is_compiled = type(kernel) is triton.runtime.JITFunction and torch.version.cuda is not None
         if is_compiled:
             is_known = _is_known(triton.__version__)
-            kernel.run = LaunchCache(kernel, function, is_on=is_known)
+            kernel.run = LaunchCache(kernel, function, _HOOKS, is_on=is_known)
         return kernel
 
 except ImportError:
