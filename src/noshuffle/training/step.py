@@ -40,6 +40,7 @@ from noshuffle.training.hooks import untraced
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.step_parts import Parts
+from noshuffle.training.streams import StreamOrder
 from noshuffle.user_warnings import warn_user
 
 #: Sets the random numbers that layers draw, for the sum of a part.
@@ -81,6 +82,7 @@ class Step:
         self._dropped = self._nameless = 0
         self._admission: Admission | None = None
         self._coming: LatePrint | None = None
+        self._streams = StreamOrder() if parts.device.type == "cuda" else None
 
     @untraced
     def add(
@@ -100,6 +102,8 @@ class Step:
         """
         if self.parts.is_over:
             self.parts.check_open()
+        if self._streams is not None:
+            self._streams.follow(self.parts.device, self._made)
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
@@ -188,6 +192,8 @@ class Step:
         parts = self.parts
         if parts.is_over:
             parts.check_open()
+        if self._streams is not None:
+            self._streams.follow(parts.device, self._made)
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
         if len(self._sums) != len(self._ids):
@@ -235,6 +241,11 @@ class Step:
         rows = ("norms", "losses", "bad", "present")
         none = [{n: getattr(s, n)[:0] for n in rows} for s in self._sums]
         self._sums = [replace(s, **own, shown=None) for s, own in zip(self._sums, none)]
+
+    def _made(self) -> list[Tensor]:
+        """What parts have left that the next one, or the release, reads."""
+        rows = (t for s in self._sums for t in (s.losses, s.norms, s.bad))
+        return [*(v for s in self._sums for v in s.values.values()), *rows]
 
     def _total(self) -> dict[str, Tensor]:
         """The clipped sum of the whole batch (`group.step` adds up over the ranks)."""

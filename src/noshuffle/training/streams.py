@@ -1,0 +1,32 @@
+"""Streams of a GPU that the parts of one batch are summed on, one after the other.
+
+Parts are added to one total. Where the next part, or the release, comes on another stream than the
+last one, that stream waits for it, and memory of the total is not given out before it is done;
+where there is one stream, nothing is asked of the device. What a user's own work on streams waits
+for is up to the user, as everywhere in torch. State: the stream of the last part.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+class StreamOrder:
+    """The streams of one step, in the order of its parts."""
+
+    def __init__(self) -> None:
+        self._last: Any = None
+
+    def follow(self, device: torch.device, made: Callable[[], Iterable[Tensor]]) -> None:
+        """Have the current stream go on behind the last one, and use the tensors made there."""
+        now, last = torch.cuda.current_stream(device), self._last
+        self._last = now
+        if last is None or now == last:
+            return
+        now.wait_stream(last)
+        for value in made():
+            value.record_stream(now)

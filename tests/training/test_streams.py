@@ -1,0 +1,58 @@
+"""Parts of a batch on several streams of a GPU: each waits for the one before.
+
+Stand-ins for streams and tensors: what waits for what, and what is marked as used, is compared.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from noshuffle.training.streams import StreamOrder
+
+DEVICE = torch.device("cuda", 0)
+
+
+class Value:
+    """A tensor of the total; knows which streams use it."""
+
+    def __init__(self) -> None:
+        self.used_by: list[Any] = []
+
+    def record_stream(self, stream: Any) -> None:
+        self.used_by.append(stream)
+
+
+class Stream:
+    """A stream; knows which others it waited for."""
+
+    def __init__(self) -> None:
+        self.waited: list[Any] = []
+
+    def wait_stream(self, other: Any) -> None:
+        self.waited.append(other)
+
+
+def followed(monkeypatch: pytest.MonkeyPatch, order: list[Stream]) -> Value:
+    """A part, or a release, on each of these streams."""
+    streams, value, now = StreamOrder(), Value(), [order[0]]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    for now[0] in order:
+        streams.follow(DEVICE, lambda: [value])  # type: ignore[list-item]
+    return value
+
+
+def test_every_stream_waits_for_the_one_before(monkeypatch: pytest.MonkeyPatch) -> None:
+    a, b = Stream(), Stream()
+    value = followed(monkeypatch, [a, b, b, a])
+    assert b.waited == [a]
+    assert a.waited == [b]
+    assert value.used_by == [b, a]
+
+
+def test_one_stream_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    a = Stream()
+    assert followed(monkeypatch, [a, a, a]).used_by == []
+    assert a.waited == []
