@@ -40,7 +40,7 @@ def drawn(*shape: int, seed: int = 3) -> Tensor:
 
 
 def run(x: Tensor, weight: Tensor, padding: Any, dilation: Any) -> Tensor:
-    pair, units = halves(x, is_pair=True)
+    pair, units, _ = halves(x, is_pair=True)
     how = {"padding": padding, "dilation": dilation, "like": x}
     return conv_pairs.convolved(pair, units, weight, **how)
 

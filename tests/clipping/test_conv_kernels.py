@@ -95,7 +95,7 @@ def test_several_pictures_of_an_example_are_one_gradient(last: bool) -> None:
     how: Any = {"kernel": shape[4], "how": shape[5:], "pictures": 2}
     x[2:4] *= 1e4
     truth[1] *= 1e4
-    (half, of_x), (half_g, of_g) = (conv_halves.halves(t, pictures=2) for t in (x, g))
+    (half, of_x, _), (half_g, of_g, _) = (conv_halves.halves(t, pictures=2) for t in (x, g))
     for u, v, units in ((x, g, 1.0), (half, half_g, of_x.double() * of_g)):
         squares = conv_kernels.squares(u, v, **how) * units**2
         assert torch.allclose(squares, truth.double().flatten(1).square().sum(1), rtol=4e-3)
@@ -180,16 +180,16 @@ def test_kernels_and_windows_agree_on_a_network(monkeypatch: pytest.MonkeyPatch)
 def test_halves_have_the_unit_of_their_example() -> None:
     x = torch.randn(4, 20, 7, 6, generator=torch.Generator().manual_seed(2)).to(DEVICE)
     x[1], x[2], x[3] = x[1] * 1e20, x[2] * 1e-30, 0.0
-    half, units = conv_halves.halves(x)
+    half, units, _ = conv_halves.halves(x)
     back = half.double() * units.double().reshape(-1, 1, 1, 1)
     gap = (back - x.double()).abs().flatten(1)
     largest = x.double().abs().flatten(1).amax(1, keepdim=True)
     assert bool((gap <= 2.0**-11 * x.double().abs().flatten(1) + 2.0**-38 * largest).all())
-    alone, unit = conv_halves.halves(x[1:2])
+    alone, unit, _ = conv_halves.halves(x[1:2])
     assert torch.equal(alone[0], half[1])
     assert float(unit[0]) == float(units[1])
     x[0, 0, 0, 0], x[1, 1, 1, 1] = torch.nan, torch.inf
-    half, _ = conv_halves.halves(x)
+    half, _, _ = conv_halves.halves(x)
     assert torch.isfinite(half).flatten(1).all(1).tolist() == [False, False, True, True]
 
 
@@ -206,7 +206,7 @@ def test_halves_of_several_pictures(
     x *= torch.logspace(-3, 9, 6, device=DEVICE).reshape(-1, 1, 1, 1)
     if last:
         x = x.to(memory_format=torch.channels_last)
-    found, units = conv_halves.halves(x, pictures=3, is_pair=is_pair)
+    found, units, _ = conv_halves.halves(x, pictures=3, is_pair=is_pair)
     most = x.reshape(2, -1).abs().amax(1)
     wanted = 2.0 ** (torch.floor(torch.log2(most)) - 14.0)
     assert torch.equal(units, wanted)
@@ -276,7 +276,10 @@ def test_the_sum_is_of_what_the_norms_were_taken_of(shape: Any, dtype: torch.dty
 def test_pictures_are_turned_as_torch_turns_them(shape: Any, dtype: torch.dtype) -> None:
     x = torch.randn(shape, generator=torch.Generator().manual_seed(8)).to(DEVICE)
     x[0, 1] = torch.nan
-    found, wanted = conv_halves.turned(x, dtype), x.to(dtype, memory_format=torch.channels_last)
+    (found, _), wanted = (
+        conv_halves.turned(x, dtype),
+        x.to(dtype, memory_format=torch.channels_last),
+    )
     assert found.dtype is dtype
     assert found.is_contiguous(memory_format=torch.channels_last)
     assert torch.equal(found.nan_to_num(7.0), wanted.nan_to_num(7.0))

@@ -134,13 +134,13 @@ def test_a_block_and_its_shortcut_share_input_and_gradient(
     plain = clipped()
     made: list[tuple[int, ...]] = []
 
-    def halves(t: Tensor, *, pictures: int, is_pair: bool) -> tuple[Tensor, Tensor]:
+    def halves(t: Tensor, *, pictures: int, is_pair: bool) -> tuple[Tensor, Tensor, Tensor]:
         made.append(tuple(t.shape))
-        return t.clone(), torch.ones(len(t) // pictures)
+        return t.clone(), torch.ones(len(t) // pictures), t.square().sum(1)
 
-    def turned(t: Tensor, dtype: torch.dtype) -> Tensor:
+    def turned(t: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         made.append(tuple(t.shape))
-        return t.to(dtype).clone()
+        return t.to(dtype).clone(), t.square().sum(1)
 
     def outer(x: Tensor, g: Tensor, kernel: Any, how: Any, **_: Any) -> OuterGradient:
         stride, (pad, _), dilation = how

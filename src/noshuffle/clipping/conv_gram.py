@@ -17,9 +17,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from noshuffle.clipping.conv_tolerance import tolerance
 from noshuffle.clipping.gpu_kernels import _long, close
-from noshuffle.clipping.gram import TENSOR_CORE, allowance, smallest
-from noshuffle.clipping.tolerance import RoundingTolerance
+from noshuffle.clipping.gram import TENSOR_CORE
 from noshuffle.triton_shim import jit, tl
 
 #: Positions of which a program holds all inner products.
@@ -121,27 +121,27 @@ def squares(
 
     the last from √(T + 2q²R²) ≤ √T + √2·qR. `close` has √T + moved·√spread with R² ≤ K·spread for K
     positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `share`; lengths
-    it knows come from the inner products, and are too small by a part of 2⁻²¹ at most.
+    it knows come from the inner products, and are too small by a part of 2⁻²¹ at most. Norms that
+    are found in other ways have that share, too (`conv_tolerance`), pairs or not.
     """
     starts, inside, unit = tables
     many = 2 if is_pair else 1
     examples, channels, outputs = len(x) // pictures, x.shape[1] // many, g.shape[1] // many
     positions, taps = pictures * g.shape[2] * g.shape[3], kernel[0] * kernel[1]
     inputs = channels * taps
-    tolerance = RoundingTolerance(
-        smallest(g.dtype),
+    common = tolerance(g, inputs, outputs)
+    needed = common._replace(
         growth=TENSOR_CORE * (2 * 3 * DEEP_IN_PAIRS if is_pair else inputs + outputs),
-        moved=2.0**-21 * positions**0.5 if is_pair else 0.0,
-        allowance=allowance(g.dtype, inputs, outputs) + (2.0**-20 if is_pair else 0.0),
+        moved=max(common.moved, 2.0**-21 * positions**0.5 if is_pair else 0.0),
     )
     parts = torch.empty(examples, 1, 5, dtype=torch.float64, device=x.device)
     inner[(examples,)](
         x, g, parts, starts, inside, outputs, positions, pictures * x.stride(0), x.stride(1),
         x.stride(2), x.stride(3), pictures * g.stride(0), g.stride(1), g.stride(3), *how[1],
-        *how[2], tolerance.tiny, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
+        *how[2], needed.tiny, CHANNELS=channels, TAPS=taps, TAPS_WIDE=kernel[1], ALIGN=unit,
         PAIR=is_pair, SIDE=max(16, 1 << (positions - 1).bit_length()),
         BK=DEEP_IN_PAIRS if is_pair else DEEP, num_warps=4 if positions > 16 else 2, num_stages=4,
     )  # fmt: skip
     found = torch.empty(examples, dtype=torch.float64, device=x.device)
-    close[(examples,)](parts, found, 1, positions, inputs, outputs, *tolerance, MANY=1)
+    close[(examples,)](parts, found, 1, positions, inputs, outputs, *needed, MANY=1)
     return found

@@ -10,8 +10,9 @@ which of its taps r lie inside the picture (a bit each). The same loop then give
     squares   ‖G_b‖²                     of each tile, to be added up in float64
     total     Σ_b f_b·G_b                with f_b = 0 leaving b out, whatever it holds
 
-so what is added up is what the norms were taken of, rounding included: no room has to be left for
-it. (Norms over few positions and many channels are cheaper by `conv_gram`.)
+so what is added up is what the norms were taken of, rounding included: an example keeps its bound
+without a tolerance for it. Norms have one all the same (`conv_tolerance`): another batch may have
+them found in another way. (Over few positions and many channels `conv_gram` is cheaper.)
 
 Full single precision comes as pairs (`conv_halves`), whose product takes three on tensor cores,
 
@@ -34,12 +35,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from noshuffle.clipping import conv_gram
+from noshuffle.clipping import conv_gram, conv_tolerance
 from noshuffle.clipping.conv_halves import laid_out
 from noshuffle.clipping.graph_memory import hold
-from noshuffle.errors import Unsupported
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
 from noshuffle.triton_shim import constant, jit, tl
 
@@ -253,8 +252,6 @@ def _launch(
     is_pair: bool,
     factors: Tensor | None,
 ) -> Tensor:
-    if get_proxy_mode() is not None:
-        raise Unsupported("a kernel leaves no trace")
     x, g = (laid_out(t, torch.channels_last) for t in (x, g))
     channels, outputs = (t.shape[1] // (2 if is_pair else 1) for t in (x, g))
     examples = len(x) // pictures
@@ -306,11 +303,15 @@ def squares(
     how: tuple[Pair, Pair, Pair],
     pictures: int = 1,
     is_pair: bool = False,
+    lengths: conv_tolerance.Lengths | None = None,
 ) -> Tensor:
     """‖G_b‖² of every example, [B] in float64, with `ROOM`; `how`: stride, padding, dilation.
 
     An example may have several pictures, one after the other: G_b is the sum over them. `is_pair`:
-    x and g have each number as two, with twice the channels.
+    x and g have each number as two, with twice the channels. `lengths` of both make it the norm
+    that other ways give, too (`conv_tolerance`).
+
+    Guarantees: never below what `total` adds of the example at factor one.
     """
     positions, inputs = pictures * g.shape[2] * g.shape[3], x.shape[1] * kernel[0] * kernel[1]
     outputs = g.shape[1]
@@ -318,14 +319,18 @@ def squares(
         inputs, outputs = inputs // 2, outputs // 2
     is_half = x.dtype is g.dtype and g.dtype is not torch.float32
     if is_half and conv_gram.pays(positions, inputs, outputs):
-        if get_proxy_mode() is not None:
-            raise Unsupported("a kernel leaves no trace")
         x, g = (laid_out(t, torch.channels_last) for t in (x, g))
         tables = _tables_for(x, g, kernel, how, pictures)
         return conv_gram.squares(
             x, g, tables, kernel=kernel, how=how, pictures=pictures, is_pair=is_pair
         )
-    return _launch(x, g, kernel, how, pictures, is_pair, None).sum(1)
+    parts = _launch(x, g, kernel, how, pictures, is_pair, None)
+    if lengths is None:
+        return parts.sum(1)
+    tables = _tables_for(lengths[0].transpose(0, 1), g, kernel, how, pictures)
+    return conv_tolerance.of_tiles(
+        parts, lengths, tables, kernel=kernel, how=how, pictures=pictures, widths=(inputs, outputs)
+    )
 
 
 def total(

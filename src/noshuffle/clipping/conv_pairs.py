@@ -93,7 +93,7 @@ def convolved(
     """y in float32, laid out as `like`: x as a pair with its units, the weight [O, C, *taps]."""
     outputs, channels, *kernel = weight.shape
     x = laid_out(pair, torch.channels_last)
-    v, own = halves(weight, pictures=outputs, is_pair=True)
+    v, own, _ = halves(weight, pictures=outputs, is_pair=True)
     sizes = [n + 2 * p - d * (k - 1) for n, p, d, k in zip(x.shape[2:], padding, dilation, kernel)]
     last = like.is_contiguous(memory_format=torch.channels_last) and not like.is_contiguous()
     layout = torch.channels_last if last else torch.contiguous_format
@@ -137,7 +137,7 @@ def is_work(x: Tensor, outputs: int, kernel: Pair, padding: Pair) -> bool:
 
 def by_pairs(x: Tensor, weight: Tensor, *, padding: Pair, dilation: Pair) -> Tensor:
     """The convolution of x, whose pairs somebody may have made in this backward pass."""
-    pair, units = copy_of(x, (1, True), lambda t: halves(t, is_pair=True))
+    pair, units, _ = copy_of(x, (1, True), lambda t: halves(t, is_pair=True))
     return convolved(pair, units, weight, padding=padding, dilation=dilation, like=x)
 
 
@@ -152,7 +152,7 @@ def _agrees(device: torch.device) -> bool:
         wanted = F.conv2d(x.double(), weight.double(), None, 1, padding)
         x[2] = torch.nan
         try:
-            pair, units = halves(x, is_pair=True)
+            pair, units, _ = halves(x, is_pair=True)
             how: dict[str, Any] = {"padding": padding, "dilation": (1, 1), "like": x}
             found = convolved(pair, units, weight, **how).double()
         except Exception:  # a compiler may fail in any way; torch's convolution is always there

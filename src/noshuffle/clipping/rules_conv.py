@@ -23,7 +23,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import grad
 
-from noshuffle.clipping import conv_halves, conv_kernels
+from noshuffle.clipping import conv_halves, conv_kernels, conv_tolerance
+from noshuffle.clipping.conv_tolerance import raised, tolerance
 from noshuffle.clipping.conv_windows import Sides, padded, sides_of, windows, with_tolerance
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
 from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
@@ -59,6 +60,7 @@ class Convolution(GradientForm):
     keep: Tensor | None = None  # of kernels, which need no zeros to leave an example out
     units: Tensor | None = None  # of kernels: what g·x of every example is counted in
     is_pair: bool = False  # of kernels: each number is two, and channels twice as many
+    lengths: conv_tolerance.Lengths | None = None  # of kernels: squared, of x and g at every place
     written: list[Tensor] = field(default_factory=list, compare=False, repr=False)
 
     @cached_property
@@ -69,11 +71,7 @@ class Convolution(GradientForm):
     @cached_property
     def is_fused(self) -> bool:
         """Whether kernels give norms and sum, so that it is better not written out."""
-        if self.written or self.x.dtype not in HALF:
-            return False
-        if self.units is not None:  # made for them
-            return True
-        return _has_kernels(self.layer, self.x, self.g, self.size, self.sides)
+        return not self.written and self.lengths is not None  # made for them
 
     @property
     def _kernels(self) -> dict[str, Any]:
@@ -95,7 +93,7 @@ class Convolution(GradientForm):
             half = self.units.log2().div(2.0).floor().exp2()
             x = scaled(x, half.repeat_interleave(pictures))
             g = scaled(g, (self.units / half).repeat_interleave(pictures))
-        return replace(self, x=x, g=g, keep=None, units=None, is_pair=False)
+        return replace(self, x=x, g=g, keep=None, units=None, is_pair=False, lengths=None)
 
     def _outer(self) -> OuterGradient:
         """One OuterGradient over (example, group) pairs."""
@@ -130,9 +128,11 @@ class Convolution(GradientForm):
 
     def squares(self) -> Tensor:
         if self.is_fused:
-            found = conv_kernels.squares(self.x, self.g, **self._kernels)
+            found = conv_kernels.squares(self.x, self.g, **self._kernels, lengths=self.lengths)
             found = found if self.units is None else found * self.units.square()
             return found if self.keep is None else torch.where(self.keep, found, 0.0)
+        if self.lengths is not None:  # written out before anybody asked
+            return self._plain().squares()
         loops = self._loops
         if loops is not None:
             if loops.is_worth_keeping:
@@ -144,11 +144,21 @@ class Convolution(GradientForm):
         outer = self._outer()
         if outer.a.shape[1] == 1:
             return DenseGradient(self.dense(outer)).squares()
+        if self.x.is_cuda:
+            return self._of_windows(outer)
         if self.written or (outer.is_small() and self.x.device.type == "cpu"):
             return self._with_tolerance(DenseGradient(self.dense(outer)).squares())
         found = outer.squares().reshape(self.size, -1).sum(1)
         shape = (self.size, *self.layer.weight.shape)
         self.written.extend(full.reshape(shape) for full in outer.written)
+        return found
+
+    def _of_windows(self, outer: OuterGradient) -> Tensor:
+        """By windows that are written down, with the tolerance that kernels have."""
+        shape = (self.size, *self.layer.weight.shape)
+        full = self.written[0].reshape(len(outer.a), *outer.shape) if self.written else None
+        found = conv_tolerance.of_windows(outer, full).reshape(self.size, -1).sum(1)
+        self.written.extend(own.reshape(shape) for own in outer.written)
         return found
 
     def _with_tolerance(self, squared: Tensor) -> Tensor:
@@ -211,7 +221,7 @@ class Convolution(GradientForm):
         return replace(self, x=zeroed(self.x, keep), g=zeroed(self.g, keep), written=rest)
 
     def scaled(self, factors: Tensor) -> GradientForm:
-        own = self._plain() if self.is_fused else self
+        own = self if self.lengths is None else self._plain()
         return replace(own, g=own._scaled(factors), written=[])
 
     def _scaled(self, factors: Tensor) -> Tensor:
@@ -261,15 +271,17 @@ def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolu
     """In the form that kernels read: half precision or pairs of it, channels last."""
     if g.dtype in HALF:
         to = g.dtype
-        (x,), (g,) = (copy_of(t, to, lambda t: (conv_halves.turned(t, to),)) for t in (x, g))
-        return Convolution(layer, x, g, size, sides)
+        (x, of_x), (g, of_g) = (copy_of(t, to, lambda t: conv_halves.turned(t, to)) for t in (x, g))
+        return Convolution(layer, x, g, size, sides, lengths=(of_x, of_g))
     pictures, is_pair = len(x) // size, _is_paired(g)
 
     def halved(t: Tensor) -> tuple[Tensor, ...]:
         return conv_halves.halves(t.float(), pictures=pictures, is_pair=is_pair)
 
-    (x, of_x), (g, of_g) = (copy_of(t, (pictures, is_pair), halved) for t in (x, g))
-    return Convolution(layer, x, g, size, sides, units=of_x.double() * of_g, is_pair=is_pair)
+    made = [copy_of(t, (pictures, is_pair), halved) for t in (x, g)]
+    (x, of_x, long_x), (g, of_g, long_g) = made
+    both, lengths = of_x.double() * of_g, (long_x, long_g)
+    return Convolution(layer, x, g, size, sides, units=both, is_pair=is_pair, lengths=lengths)
 
 
 @lru_cache(maxsize=16)
@@ -293,18 +305,21 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, is_p
         if is_pair:
             x, g = (t.half().float().mul_(1.0 + 2.0**-12) for t in (x, g))
         plain = Convolution(layer, padded(x.double(), sides, mode="zeros"), g.double(), 5)
-        truth = plain._outer().dense().reshape(5, -1).double()
+        outer = plain._outer()
+        truth, widths = outer.dense().reshape(5, -1), (outer.a.shape[2], outer.g.shape[2])
+        lengths, how = (outer.a.norm(dim=2), outer.g.norm(dim=2)), tolerance(g, *widths)
+        own = raised(truth.square().sum(1), lengths, widths, how)
         factors = torch.tensor([0.5, 1.0, 0.0, 0.25, 1.0], device=device)
         wanted, good = factors.double() @ truth, factors != 0.0
         g[2] = torch.nan
         try:
             form = _fused(layer, x, g, 5, sides)
             units = 1.0 if form.units is None else form.units
-            found = conv_kernels.squares(form.x, form.g, **form._kernels) * units**2
+            found = conv_kernels.squares(form.x, form.g, **form._kernels, lengths=form.lengths)
+            found = found * units**2
             total = conv_kernels.total(form.x, form.g, factors * units, **form._kernels)
         except Exception:  # a compiler may fail in any way; the windows are always there
             return False
-        own = truth.square().sum(1)
         gap = (total.reshape(-1).double() - wanted).norm() / wanted.norm()
         if not torch.allclose(found[good], own[good], rtol=close) or not bool(gap < narrow):
             return False

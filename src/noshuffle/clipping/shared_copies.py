@@ -7,7 +7,7 @@ kernels keep of a tensor in a form of their own (`conv_halves`) is made once and
 
 The same numbers: the same storage, still there, the same place, shape and strides in it, and not
 written to since. A copy is held by those it was given to and not by this table, but for the numbers
-that come with it, a few for each example. A table is that of one backward pass (`tape`), so that
+that come with it, which are far fewer. A table is that of one backward pass (`tape`), so that
 nothing computed outside a captured graph is read inside.
 
 State: the table of the backward pass that a thread is in.
