@@ -244,7 +244,8 @@ class Frames(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         found = torch.tanh(self.own(x.flatten(0, 1))).mean((2, 3)).float()
-        rated: Tensor = self.last(found)
+        with torch.autocast(found.device.type, enabled=False):  # two frames may nearly cancel
+            rated: Tensor = self.last(found)
         return rated.reshape(x.shape[:2])
 
 

@@ -110,7 +110,10 @@ def sums_are_gone(private):
 def test_captured_parts_equal_eager_ones_between_single_steps(
     optimizer, strategy, has_ids, off_grid
 ):
-    slow, fast = twins(optimizer=optimizer, strategy=strategy)
+    # Norms of the two have tolerances 3e-5 of themselves apart, which the first steps of RMSprop
+    # enlarge a hundredfold: there nothing is clipped.
+    more = {"clip_norm": 50.0, "z": 0.007} if optimizer is rmsprop else {}
+    slow, fast = twins(optimizer=optimizer, strategy=strategy, **more)
     for private in (slow, fast):
         for t in range(12):
             if t % 4 == 2:
