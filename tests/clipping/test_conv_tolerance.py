@@ -174,6 +174,34 @@ def test_of_few_positions_it_overflows_as_inner_products_do(
     assert torch.isfinite(twin).tolist() == [True, False]
 
 
+def with_blank_frames(t: Tensor, size: int, many: int) -> Tensor:
+    frames = t.reshape(size, -1, *t.shape[1:])
+    blank = torch.zeros(size, many, *t.shape[1:])
+    return torch.cat([frames, blank], 1).flatten(0, 1)
+
+
+@pytest.mark.parametrize("least", [1, 1 << 60])
+@pytest.mark.parametrize(
+    ("space", "powers"),
+    [((3,), (70, -70)), ((3,), (-70, 70)), ((4,), (60, 0)), ((4,), (0, 60))],
+)
+def test_what_overflows_does_so_beside_a_longer_example(
+    space: tuple[int], powers: tuple[int, int], least: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One position is an outer product by itself, whose norm is a number; of two frames that cancel
+    the gradient is one, and products of two inner products are none."""
+    monkeypatch.setattr(native_conv, "LEAST", least)
+    native_conv._is_worth.cache_clear()
+    torch.manual_seed(0)
+    layer, frames = nn.Conv1d(12, 40, 3), space[0] - 2
+    x = torch.randn(3, 12, *space).repeat_interleave(frames, 0) * 2.0 ** powers[0]
+    g = torch.randn(3, 40, frames).repeat_interleave(frames, 0) * 2.0 ** powers[1]
+    g[1::2] *= -0.99 if frames == 2 else 1.0
+    alone = weight_of(layer, x, g, 3)
+    beside = weight_of(layer, *(with_blank_frames(t, 3, 30) for t in (x, g)), 3)
+    assert torch.isfinite(alone.square).tolist() == torch.isfinite(beside.square).tolist()
+
+
 @needs_loops
 @pytest.mark.parametrize("space", [(3, 3), (12, 12)])
 @pytest.mark.parametrize("powers", [(0, -62), (-62, 0), (-62, -62), (-30, 40), (40, -30)])

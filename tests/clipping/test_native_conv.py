@@ -238,7 +238,7 @@ def test_the_rule_is_the_same_with_and_without(
         ("counts[j] += own[r + j] > 0", "counts[j]++"),
         ("sqrt((double)count)", "0"),
         ("of_x[j] += (double)x[i + j]", "of_x[j] += 1.01 * (double)x[i + j]"),
-        ("sums->both += of_x * of_g", "sums->both += of_x"),
+        ("both = of_x * of_g", "both = of_x"),
         ("outputs * tiny", "outputs"),
         ("(double)job->covered", "1"),
         ("if (sums.count) few", "few"),

@@ -98,7 +98,8 @@ def _of_few(layer: Any, x: Tensor, of_g: Tensor, sides: Sides) -> Tensor:
     """What `gram.squares` adds for rounding, by example and group.
 
     Windows are not made for that: squares of x, added up over channels, are added up over each.
-    Inner products lose what is too small for this type, and overflow: so do these squares.
+    Inner products lose what is too small for this type, and overflow, as do products of two: so do
+    these squares.
     """
     many, tiny, of_g = layer.groups, smallest(x.dtype), of_g.to(x.dtype)
     box = torch.ones(many, 1, *layer.kernel_size, dtype=x.dtype, device=x.device)
@@ -112,8 +113,9 @@ def _of_few(layer: Any, x: Tensor, of_g: Tensor, sides: Sides) -> Tensor:
     )
     steps = of_g.shape[1] * of_g.shape[3]
     lost = tiny * (inner * all_g.square() + outer * all_x.square() + steps**2)
-    found: Tensor = lost + allowance(x.dtype, inner, outer) * reach.square()
-    return found
+    found = lost + allowance(x.dtype, inner, outer) * reach.square()
+    is_held = (of_x * of_g).amax((1, 3)) < torch.inf  # false for NaN
+    return torch.where(is_held, found, torch.inf)
 
 
 def _is_plain(t: Tensor) -> bool:

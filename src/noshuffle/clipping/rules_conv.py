@@ -142,11 +142,10 @@ class Convolution(GradientForm):
             assert loops.tolerated is not None
             return loops.tolerated
         outer = self._outer()
-        if outer.a.shape[1] == 1:
-            return DenseGradient(self.dense(outer)).squares()
+        is_one = outer.a.shape[1] == 1  # position
         if self.x.is_cuda:
-            return self._of_windows(outer)
-        if self.written or (outer.is_small() and self.x.device.type == "cpu"):
+            return DenseGradient(self.dense(outer)).squares() if is_one else self._of_windows(outer)
+        if self.written or is_one or (outer.is_small() and self.x.device.type == "cpu"):
             return self._with_tolerance(DenseGradient(self.dense(outer)).squares())
         found = outer.squares().reshape(self.size, -1).sum(1)
         shape = (self.size, *self.layer.weight.shape)

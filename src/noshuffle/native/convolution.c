@@ -152,7 +152,7 @@ static void columns(const ConvJob *job, double *restrict found, const float *res
 }
 
 /* the lengths of some windows and of g there; squares go through single precision, as inner
-   products would, which lose what is too small for it and overflow */
+   products would and theirs, which lose what is too small for it and overflow */
 static void reach(const ConvJob *job, Sums *sums, const float *windows, const float *g,
                   int64_t rows) {
     double own[MOST_ROWS], tiny = job->rounding[2];
@@ -167,7 +167,8 @@ static void reach(const ConvJob *job, Sums *sums, const float *windows, const fl
         double of_g = sqrt((double)(float)own[r] + (double)job->outputs * tiny);
         sums->of_x += of_x;
         sums->of_g += of_g;
-        sums->both += of_x * of_g;
+        double both = of_x * of_g;
+        sums->both += both * both > FLT_MAX ? INFINITY : both;
         sums->count += own[r] > 0;
     }
 }
