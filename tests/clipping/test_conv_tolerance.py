@@ -263,10 +263,10 @@ def test_a_blank_picture_stays_within_the_bound(
 class Frames(nn.Module):
     """A number for every frame of an example."""
 
-    def __init__(self) -> None:
+    def __init__(self, own: nn.Conv2d) -> None:
         super().__init__()
-        self.own = nn.Conv2d(16, 32, 3, bias=False)
-        self.last = nn.Linear(32, 1).requires_grad_(False)
+        self.own = own
+        self.last = nn.Linear(own.out_channels, 1).requires_grad_(False)
 
     def forward(self, x: Tensor) -> Tensor:
         found = torch.tanh(self.own(x.flatten(0, 1))).mean((2, 3))
@@ -274,23 +274,33 @@ class Frames(nn.Module):
         return rated.reshape(x.shape[:2])
 
 
-def test_a_long_example_does_not_change_the_norms_of_the_others() -> None:
+@pytest.mark.parametrize(
+    ("size", "own", "space"),
+    [
+        (100, {"in_channels": 16, "out_channels": 32}, (5, 5)),
+        (400, {"in_channels": 8, "out_channels": 4, "stride": 3}, (8, 8)),  # patches
+    ],
+)
+def test_a_long_example_does_not_change_the_norms_of_the_others(
+    size: int, own: dict[str, int], space: tuple[int, int]
+) -> None:
     """All others are padded to it, and their gradients were found in another way then."""
     torch.manual_seed(0)
-    size, model, engine = 100, Frames(), Ghost()
-    usual = torch.rand(16, 5, 5) + 0.01 * torch.randn(size, 1, 16, 5, 5)
+    shape = (own["in_channels"], *space)
+    model, engine = Frames(nn.Conv2d(**own, kernel_size=3, bias=False)), Ghost()
+    usual = torch.rand(shape) + 0.01 * torch.randn(size, 1, *shape)
 
     def loss(out: Tensor, signs: Tensor) -> Tensor:
         return 3e4 * (out * signs).sum()
 
     def total(frames: int) -> Tensor:
-        x, signs = torch.zeros(size, frames, 16, 5, 5), torch.zeros(size, frames)
+        x, signs = torch.zeros(size, frames, *shape), torch.zeros(size, frames)
         x[:, :2], signs[:, 0], signs[:, 1] = usual, 1.0, -0.999  # which nearly cancel
         x[0, 2:], signs[0, 2:] = 1.0, 1.0
         found = engine.clipped_sum(model, loss, (x, signs), clip=Flat(1.0))
         return found.values["own.weight"].double()
 
-    first = torch.randn(size, 2, 16, 5, 5), torch.rand(size, 2)
+    first = torch.randn(size, 2, *shape), torch.rand(size, 2)
     engine.clipped_sum(model, loss, first, clip=Flat(1.0))
     assert not engine.fallbacks
     assert float((total(8) - total(2)).norm()) <= 2.0

@@ -242,6 +242,7 @@ def test_layer_equals_the_loop(name, engine):
 def test_patches_are_a_linear_map_and_not_written_out():
     torch.manual_seed(0)
     model, x = nn.Sequential(Patches(), nn.Flatten(), nn.Linear(15, 3)), torch.randn(3, 1, 4, 4)
+    model, x = model.double(), x.double()  # in single precision compiled loops may know them
     layers, loss_fn, batch = read(model), nn.CrossEntropyLoss(), (x, torch.tensor([0, 1, 2]))
     layout = find_layout(model, layers, probe(model, loss_fn, batch))
     forms, _ = ghost_forms(model, loss_fn, batch, layers=layers, layout=layout)

@@ -238,18 +238,25 @@ def fits_cache(x: Tensor, how: Geometry, sides: Sides) -> bool:
     return x.shape[1] // how.groups * math.prod(bordered(x.shape[2:], sides)) <= SCRATCH
 
 
-def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
-    """Whether the loops know these tensors, and are worth it against two Gram matrices."""
+def may_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
+    """Whether the loops know such tensors, however many examples and positions there are."""
     if x.dtype != torch.float32 or g.dtype != torch.float32 or x.device.type != "cpu":
         return False
-    return _is_worth(x.shape, g.shape, how, LEAST) and library() is not None
+    width = x.shape[1] // how.groups * math.prod(how.kernel)
+    return width <= WIDEST and width * (g.shape[1] // how.groups) <= LARGEST
+
+
+def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
+    """Whether the loops know these tensors, and are worth it against two Gram matrices."""
+    is_worth = may_fit(x, g, how) and _is_worth(x.shape, g.shape, how, LEAST)
+    return is_worth and library() is not None
 
 
 @lru_cache(maxsize=64)
 def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) -> bool:
     width = shape[1] // how.groups * math.prod(how.kernel)
     outputs, positions = sent[1] // how.groups, math.prod(sent[2:])
-    if not math.prod(shape) or positions <= 1 or width > WIDEST or width * outputs > LARGEST:
+    if not math.prod(shape) or positions <= 1:
         return False
     # The loops run near the processor's speed, the products of Gram matrices at half of it.
     is_worth = width * outputs <= 2 * positions * (width + outputs)
