@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from noshuffle.clipping import Flat, Ghost, gram, native_conv
+from noshuffle.clipping import Flat, Ghost, gram, native_conv, rules_conv
 from noshuffle.clipping.conv_windows import sides_of, with_tolerance
 from noshuffle.clipping.native_conv import Geometry, Gradients
 from noshuffle.clipping.rules_conv import Convolution, convolution
@@ -180,18 +180,18 @@ def with_blank_frames(t: Tensor, size: int, many: int) -> Tensor:
     return torch.cat([frames, blank], 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("least", [1, 1 << 60])
+@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
     ("space", "powers"),
     [((3,), (70, -70)), ((3,), (-70, 70)), ((4,), (60, 0)), ((4,), (0, 60))],
 )
 def test_what_overflows_does_so_beside_a_longer_example(
-    space: tuple[int], powers: tuple[int, int], least: int, monkeypatch: pytest.MonkeyPatch
+    space: tuple[int], powers: tuple[int, int], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """One position is an outer product by itself, whose norm is a number; of two frames that cancel
     the gradient is one, and products of two inner products are none."""
-    monkeypatch.setattr(native_conv, "LEAST", least)
-    native_conv._is_worth.cache_clear()
+    if not is_compiled:
+        monkeypatch.setattr(rules_conv, "is_fit", lambda *_: False)
     torch.manual_seed(0)
     layer, frames = nn.Conv1d(12, 40, 3), space[0] - 2
     x = torch.randn(3, 12, *space).repeat_interleave(frames, 0) * 2.0 ** powers[0]
@@ -241,13 +241,14 @@ def test_what_is_not_finite_concerns_its_own_example(
 
 
 @pytest.mark.parametrize("space", [(12, 12), (30, 30)])
-@pytest.mark.parametrize("least", [native_conv.LEAST, 1 << 60])
+@pytest.mark.parametrize("is_compiled", [True, False])
 def test_a_blank_picture_stays_within_the_bound(
-    space: tuple[int, int], least: int, monkeypatch: pytest.MonkeyPatch
+    space: tuple[int, int], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """In front of a norm of channels its gradients cancel: norm and sum are nothing but rounding,
     which differs where they are found in two ways."""
-    monkeypatch.setattr(native_conv, "LEAST", least)
+    if not is_compiled:
+        monkeypatch.setattr(rules_conv, "is_fit", lambda *_: False)
     torch.manual_seed(0)
     size, layer = 260, nn.Conv2d(3, 64, 3)
     x = torch.randn(size, 3, 1, 1).expand(-1, -1, *space).contiguous()
@@ -258,6 +259,22 @@ def test_a_blank_picture_stays_within_the_bound(
         alone = torch.zeros_like(factors)
         alone[row] = factors[row]
         assert form.total(alone).double().norm() <= 1.0 + 1e-6
+
+
+@pytest.mark.parametrize("size", [16, 63, 255, 910, 1024, 4096])
+@pytest.mark.parametrize("layer", [nn.Conv2d(1, 16, (5, 6)), nn.Conv2d(1, 8, 3)])
+def test_one_more_blank_picture_moves_a_sum_by_its_own(layer: nn.Conv2d, size: int) -> None:
+    """Where norm and sum are nothing but rounding, all would be rounded in another way if their
+    number decided how gradients are found."""
+    torch.manual_seed(0)
+    x = torch.randn(1, 1, 1, 1).expand(size + 1, -1, 12, 12).contiguous()
+    g = torch.randn_like(layer(x[:1])).detach()
+    g = (g - g.mean((2, 3), keepdim=True)).expand(size + 1, -1, -1, -1).contiguous()
+    sums = []
+    for many in (size, size + 1):
+        form = weight_of(layer, x[:many], g[:many], many)
+        sums.append(form.total(form.square.rsqrt()).double())
+    assert float((sums[1] - sums[0]).norm()) <= 1.0 + 1e-2
 
 
 class Frames(nn.Module):

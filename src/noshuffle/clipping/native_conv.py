@@ -47,10 +47,8 @@ from noshuffle.clipping.native_loops import NativeLoops
 SLICES, SCRATCH = 8, 1 << 14
 #: Numbers in a vector, to which windows are padded.
 LANE = 16
-#: Numbers of gradients that are kept between norm and sum: 2 MiB.
-KEPT = 1 << 19
-#: Multiplications below which torch's own operations take no time worth a compiler's.
-LEAST = 1 << 20
+#: Positions from which on a gradient takes longer to find than to read again.
+MANY_POSITIONS = 64
 #: The largest G (numbers) and the largest row of a window that fit the caches.
 LARGEST, WIDEST = 1 << 17, 4096
 
@@ -189,10 +187,11 @@ class Gradients:
 
     @property
     def is_worth_keeping(self) -> bool:
-        """Whether the gradients are small beside the work of finding them."""
-        plan = self._plan
-        few = self._size * self._how.groups * plan.outputs * plan.width <= KEPT
-        return few and len(plan.place) >= 64
+        """Whether gradients are kept between norm and sum: not where one takes more than twice the
+        room of g. By pictures and layer alone: a sum of those that are kept is rounded in another
+        way, and one more example must not change how all the others are."""
+        positions = len(self._plan.place)
+        return positions >= MANY_POSITIONS and self._plan.width <= 2 * positions
 
     def dense(self) -> Tensor:
         """The gradients written out, [B, groups · outputs, channels of a group, *kernel]."""
@@ -247,21 +246,18 @@ def may_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
 
 
 def is_fit(x: Tensor, g: Tensor, how: Geometry) -> bool:
-    """Whether the loops know these tensors, and are worth it against two Gram matrices."""
-    is_worth = may_fit(x, g, how) and _is_worth(x.shape, g.shape, how, LEAST)
-    return is_worth and library() is not None
+    """Whether the loops know these tensors, and are worth it against two Gram matrices.
 
-
-@lru_cache(maxsize=64)
-def _is_worth(shape: torch.Size, sent: torch.Size, how: Geometry, least: int) -> bool:
-    width = shape[1] // how.groups * math.prod(how.kernel)
-    outputs, positions = sent[1] // how.groups, math.prod(sent[2:])
-    if not math.prod(shape) or positions <= 1:
+    By pictures and layer alone, so that a step repeated in another process takes the same path, and
+    so does a batch with one more example.
+    """
+    width, outputs = x.shape[1] // how.groups * math.prod(how.kernel), g.shape[1] // how.groups
+    positions = g.shape[2:].numel()
+    if not may_fit(x, g, how) or not x.numel() or positions <= 1:
         return False
     # The loops run near the processor's speed, the products of Gram matrices at half of it.
     is_worth = width * outputs <= 2 * positions * (width + outputs)
-    # By shapes alone, so that a step repeated in another process takes the same path.
-    return is_worth and sent[0] * positions * width * outputs >= max(1, least)
+    return is_worth and library() is not None
 
 
 def _agrees(built: ctypes.CDLL) -> bool:
