@@ -121,6 +121,24 @@ def test_rows_that_do_not_count_belong_to_nobody():
     assert whose.units.tolist() == [0, 1, 0, 1, 1, 0, 1, 1]
 
 
+def test_users_of_a_batch_that_was_interrupted_are_those_of_the_next_try(monkeypatch):
+    """Rows of one user that are grouped as those of the batch before are clipped apart."""
+    users = StagedUsers(capacity=4, device=torch.device("cpu"), is_mean=False)
+    users.stage(np.array([1, 2, 3, 4]), None)
+
+    def interrupted(_):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "from_numpy", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            users.stage(np.array([7, 7, 7, 7]), None)
+    users.stage(np.array([7, 7, 7, 7]), None)
+    sums, _, _ = users.sums(torch.ones(4, 1), torch.zeros(4))
+    assert sums.flatten().tolist() == [4.0, 0.0, 0.0, 0.0]
+    assert users.units.tolist() == [0] * 4
+
+
 @pytest.mark.parametrize("strategy", [identity(), tree(restart_every=2)])
 @pytest.mark.parametrize("unit", ["example", "user"])
 def test_a_clip_norm_that_moves_goes_the_eager_way(strategy, unit):

@@ -55,11 +55,12 @@ class StagedUsers:
         table[self.capacity : self.capacity + len(starts)] = starts
         if table.tobytes() == self._last:
             return
-        self._last = table.tobytes()
+        self._last = b""  # an interrupt may come before it is done
         self._table.copy_(torch.from_numpy(table))
         self.units.fill_(min(self.count, self.capacity - 1))  # rows that do not count: of nobody
         rows = torch.from_numpy(table[: len(own)].astype(np.int64))
         self.units[rows] = torch.from_numpy(np.cumsum(is_first) - 1)
+        self._last = table.tobytes()
 
     def present(self) -> Tensor:
         """Which users have a row."""
