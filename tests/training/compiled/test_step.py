@@ -486,6 +486,27 @@ def test_which_rows_count_whatever_came_before(monkeypatch):
     assert stops > 10
 
 
+def test_rows_of_a_batch_that_was_interrupted_are_in_no_later_fingerprint(monkeypatch):
+    """They lay behind a smaller batch, which was taken for another one when it came again."""
+    private, (x, y) = make(compiled=True, rule=SinglePass(steps=12)), data()
+    private.step(LOSS, x[:8], y[:8])
+    private.step(LOSS, x[8:13], y[8:13])
+    copy_ = torch._foreach_copy_
+
+    def stopped(*given, **more):
+        copy_(*given, **more)
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(torch, "_foreach_copy_", stopped)
+        with pytest.raises(KeyboardInterrupt):
+            private.step(LOSS, x[13:21], y[13:21])
+    for rows in (slice(21, 27), slice(24, 32)):
+        private.step(LOSS, x[rows], y[rows])
+    with pytest.raises(ParticipationViolation, match="seen before"):
+        private.step(LOSS, x[21:27], y[21:27])
+
+
 NEWER_NAMES = """
 import torch
 from noshuffle.clipping.products import repeatable

@@ -68,13 +68,14 @@ class BatchBuffers:
             for leaf in leaves
             if isinstance(leaf, Tensor)
         ]
+        filled, self._filled = self._filled, self.capacity  # an interrupt may leave rows anywhere
         if size == self.capacity:
             torch._foreach_copy_(self.tensors, given, non_blocking=True)
         else:
             for buffer, leaf in zip(self.tensors, given):
                 buffer[:size].copy_(leaf, non_blocking=True)
-                if size < self._filled:
-                    buffer[size : self._filled].zero_()
+                if size < filled:
+                    buffer[size:filled].zero_()
         self._filled = size
 
     def weigh(self, size: int, keep: Mask | None) -> None:
