@@ -765,6 +765,24 @@ def test_a_form_that_loses_norms_is_not_taken_though_nothing_is_clipped_yet(monk
         assert ("sum by rules, " in private.compiled.why) == (form is lossy)
 
 
+@pytest.mark.parametrize("masked", [0, 5, 8])
+def test_rows_without_a_gradient_do_not_keep_a_form_from_being_taken(masked):
+    """Their norms are the tolerance of whoever took them, which forms need not have in common."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 20))
+
+    def by_row(m, x, y):
+        own = nn.functional.cross_entropy(m(x).mT, y, ignore_index=-100, reduction="none")
+        return own.sum(1)
+
+    private = make(compiled=True, model=model, engine=Ghost())
+    y = torch.randint(20, (SIZE, 12))
+    y[:masked] = -100
+    private.step(ModelLoss(by_row, by_row=True), torch.randn(SIZE, 12, 6), y, ids=range(SIZE))
+    assert "sum by rules in a matrix" in private.compiled.why
+    assert not private.fallbacks
+
+
 @pytest.mark.slow
 def test_the_fused_form_agrees_too():
     model, (x, y) = network(), data(6)

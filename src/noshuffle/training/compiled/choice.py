@@ -34,6 +34,8 @@ from noshuffle.training.generators import generators
 FACT = "program"
 #: Part by which norms in two forms may differ: tolerances for rounding, and TF32.
 MOST_APART = 0.05
+#: Smaller norms are not compared: what vanishes in squares of single precision is most of them.
+FAINTEST = 1e-8
 
 
 def choose(
@@ -118,13 +120,16 @@ def agree(found: Sums, truth: Sums, *, bound: float, is_half: bool = False) -> b
         gap = (found.values[name].double() - value.double()).norm()
         if not bool(gap <= tolerance * max(float(value.double().norm()), bound)):
             return False
-    return _have_norms(found, truth)
+    return _have_norms(found, truth, least=min(FAINTEST, bound))
 
 
-def _have_norms(found: Sums, truth: Sums) -> bool:
-    """Whether most norms are those of the truth; of rows that cancel they are mostly tolerance."""
+def _have_norms(found: Sums, truth: Sums, *, least: float) -> bool:
+    """Whether most norms are those of the truth; of rows that cancel they are mostly tolerance.
+
+    Of rows without a gradient (labels that are masked) they are nothing but tolerance.
+    """
     own, wanted = found.norms[: len(truth.norms)].double(), truth.norms.double()
-    seen = (wanted > 0.0) & (wanted < torch.inf)
+    seen = (wanted > least) & (wanted < torch.inf)
     gaps = ((own - wanted).abs() / wanted)[seen]
     return not gaps.numel() or bool(gaps.median() <= MOST_APART)
 
