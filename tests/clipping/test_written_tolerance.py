@@ -21,20 +21,25 @@ from noshuffle.clipping import gpu_kernels, gram  # noqa: E402
 from noshuffle.clipping.tolerance import RoundingTolerance  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-TOLERANCE = RoundingTolerance(tiny=1.2e-38, growth=3e-7, moved=2.0**-9, allowance=1e-6)
+#: Of half precision, and of plain single precision.
+TOLERANCES = [
+    RoundingTolerance(tiny=1.2e-38, growth=3e-7, moved=2.0**-9, allowance=1e-6),
+    RoundingTolerance(tiny=1.2e-38, growth=0.0, moved=0.0, allowance=1e-6),
+]
 
 
+@pytest.mark.parametrize("tolerance", TOLERANCES, ids=["half", "single"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("scales", [(1.0, 1.0), (1e-30, 1e17), (1e15, 1e-21)])
 @pytest.mark.parametrize("steps", [2, 255, 256, 700])
 def test_the_kernel_is_the_plain_form(
-    steps: int, scales: tuple[float, float], dtype: torch.dtype
+    steps: int, scales: tuple[float, float], dtype: torch.dtype, tolerance: RoundingTolerance
 ) -> None:
     draw = torch.Generator().manual_seed(steps)
     long_a, long_g = ((torch.rand(5, steps, generator=draw) * scale).to(DEVICE) for scale in scales)
     squared = ((long_a.double() * long_g.double()).sum(1) ** 2 * 0.3).to(dtype)
     long_a[1, 1], squared[2], squared[3] = torch.inf, torch.nan, 0.0
-    given = squared, (long_a, long_g), (72, 200), TOLERANCE
+    given = squared, (long_a, long_g), (72, 200), tolerance
     found, wanted = gpu_kernels.of_written(*given), gram._of_written(*given)
     assert found.dtype == wanted.dtype == torch.float64
     assert torch.isfinite(found).tolist() == [True, False, False, True, True]

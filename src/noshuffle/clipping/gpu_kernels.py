@@ -100,9 +100,9 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, share, 
     lost = wide_a * long_g * long_g + wide_g * long_a * long_a + 1.0 * steps * steps
     # a NaN stays one
     total = tl.where(total < 0.0, 0.0, total) + tl.cast(tiny, tl.float64) * lost
-    norm = tl.sqrt(total) * (1.0 + tl.cast(growth, tl.float64)) + tl.cast(
-        moved, tl.float64
-    ) * tl.sqrt(spread)
+    norm = tl.sqrt(total) * (1.0 + tl.cast(growth, tl.float64))
+    beyond = tl.cast(moved, tl.float64) * tl.sqrt(spread)
+    norm += tl.where(moved > 0.0, beyond, 0.0)  # 0·∞ would make NaN of what is infinite
     tl.store(out + example, norm * norm + tl.cast(share, tl.float64) * reach * reach)
 
 
