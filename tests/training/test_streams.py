@@ -35,6 +35,10 @@ class Stream:
         self.waited.append(other)
 
 
+def interrupted(_: Any) -> None:
+    raise KeyboardInterrupt
+
+
 def followed(monkeypatch: pytest.MonkeyPatch, order: list[Stream]) -> Value:
     """A part, or a release, on each of these streams."""
     streams, value, now = StreamOrder(), Value(), [order[0]]
@@ -56,3 +60,19 @@ def test_one_stream_waits_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     a = Stream()
     assert followed(monkeypatch, [a, a, a]).used_by == []
     assert a.waited == []
+
+
+def test_a_wait_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The part of that call may be given once more, on the same stream."""
+    a, b, value, streams = Stream(), Stream(), Value(), StreamOrder()
+    now = [a]
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: now[0])
+    streams.follow(DEVICE, lambda: [value])  # type: ignore[list-item]
+    now[0] = b
+    with monkeypatch.context() as patch:
+        patch.setattr(b, "wait_stream", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            streams.follow(DEVICE, lambda: [value])  # type: ignore[list-item]
+    streams.follow(DEVICE, lambda: [value])  # type: ignore[list-item]
+    assert b.waited == [a]
+    assert value.used_by == [b]

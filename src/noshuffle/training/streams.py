@@ -24,9 +24,8 @@ class StreamOrder:
     def follow(self, device: torch.device, made: Callable[[], Iterable[Tensor]]) -> None:
         """Have the current stream go on behind the last one, and use the tensors made there."""
         now, last = torch.cuda.current_stream(device), self._last
-        self._last = now
-        if last is None or now == last:
-            return
-        now.wait_stream(last)
-        for value in made():
-            value.record_stream(now)
+        if last is not None and now != last:
+            now.wait_stream(last)
+            for value in made():
+                value.record_stream(now)
+        self._last = now  # after that: a part that is interrupted here may be given once more
