@@ -1,4 +1,4 @@
-"""Parts of a batch on several streams of a GPU: each waits for the one before.
+"""Steps, and parts of a batch, on several streams of a GPU: each waits for the one before.
 
 Stand-ins for streams and tensors: what waits for what, and what is marked as used, is compared.
 """
@@ -10,6 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from noshuffle.noise import test_source
+from noshuffle.participation import SinglePass
+from noshuffle.plan import Plan
+from noshuffle.strategies import identity
+from noshuffle.training import privatize
+from noshuffle.training.compiled import Compiled
 from noshuffle.training.streams import StreamOrder
 
 DEVICE = torch.device("cuda", 0)
@@ -76,3 +82,31 @@ def test_a_wait_that_was_interrupted_is_made_up_for(monkeypatch: pytest.MonkeyPa
     streams.follow(DEVICE, lambda: [value])  # type: ignore[list-item]
     assert b.waited == [a]
     assert value.used_by == [b]
+
+
+class Followed(StreamOrder):
+    """Counts who follows."""
+
+    times = 0
+
+    def follow(self, device: torch.device, made: Any) -> None:
+        self.times += 1
+        made()
+
+
+def test_steps_of_a_run_follow_each_other() -> None:
+    """The total of one is made zero on its stream; the parts of the next are added to it."""
+    plan = Plan(participation=SinglePass(steps=3), strategy=identity(), noise_multiplier=1.0)
+    model = torch.nn.Linear(2, 1)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    own: dict[str, Any] = {"clip_norm": 1.0, "batch_size": 4, "source": test_source(seed=1)}
+    private, loss = privatize(model, optimizer, plan, **own), torch.nn.MSELoss()
+    private.compiled = Compiled(private._parts, capacity=4, captures=False)
+    private._parts.streams = order = Followed()
+    for times in (3, 6):
+        with private.accumulate() as step:
+            for _ in range(2):
+                step.add(loss, (torch.randn(2, 2), torch.randn(2, 1)))
+        assert order.times == times
+    private.step(loss, torch.randn(4, 2), torch.randn(4, 1))
+    assert order.times == 7

@@ -40,7 +40,6 @@ from noshuffle.training.hooks import untraced
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.step_parts import Parts
-from noshuffle.training.streams import StreamOrder
 from noshuffle.user_warnings import warn_user
 
 #: Sets the random numbers that layers draw, for the sum of a part.
@@ -82,7 +81,6 @@ class Step:
         self._dropped = self._nameless = 0
         self._admission: Admission | None = None
         self._coming: LatePrint | None = None
-        self._streams = StreamOrder() if parts.device.type == "cuda" else None
 
     @untraced
     def add(
@@ -102,8 +100,8 @@ class Step:
         """
         if self.parts.is_over:
             self.parts.check_open()
-        if self._streams is not None:
-            self._streams.follow(self.parts.device, self._made)
+        if self.parts.streams is not None:
+            self.parts.streams.follow(self.parts.device, self._made)
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
@@ -192,8 +190,8 @@ class Step:
         parts = self.parts
         if parts.is_over:
             parts.check_open()
-        if self._streams is not None:
-            self._streams.follow(parts.device, self._made)
+        if parts.streams is not None:
+            parts.streams.follow(parts.device, self._made)
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
         if len(self._sums) != len(self._ids):

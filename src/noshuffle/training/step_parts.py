@@ -18,6 +18,7 @@ from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
 from noshuffle.training.pass_writes import PassWrites
+from noshuffle.training.streams import StreamOrder
 
 
 class Engine(Protocol):
@@ -63,6 +64,7 @@ class Parts:
     def __post_init__(self) -> None:
         self.guard = ParameterGuard(self.model, self.parameters, self.optimizer)
         self.device = next(iter(self.parameters.values())).device
+        self.streams = StreamOrder() if self.device.type == "cuda" else None
         self.ledger, self.noise = self.release.ledger, self.release.noise
         self.threshold, self.secret = self.release.threshold, self.release.secret
         if isinstance(listeners := getattr(self.engine, "listeners", None), Listeners):

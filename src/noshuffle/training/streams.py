@@ -1,9 +1,10 @@
-"""Streams of a GPU that the parts of one batch are summed on, one after the other.
+"""Streams of a GPU that the steps of a run, and the parts of a batch, go on, one after the other.
 
-Parts are added to one total. Where the next part, or the release, comes on another stream than the
-last one, that stream waits for it, and memory of the total is not given out before it is done;
-where there is one stream, nothing is asked of the device. What a user's own work on streams waits
-for is up to the user, as everywhere in torch. State: the stream of the last part.
+Parts are added to one total, which is made zero behind its release; the noise of a step is made of
+that of the steps before. Where the next part, release or step comes on another stream than the last
+one, that stream waits for it, and memory of a total is not given out before it is done; where there
+is one stream, nothing is asked of the device. What a user's own work on streams waits for is up to
+the user, as everywhere in torch. State: the stream that was last.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from torch import Tensor
 
 
 class StreamOrder:
-    """The streams of one step, in the order of its parts."""
+    """The streams of a run, in the order of its steps and their parts."""
 
     def __init__(self) -> None:
         self._last: Any = None

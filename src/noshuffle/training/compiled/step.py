@@ -86,6 +86,8 @@ class Compiled(Programs):
         """One step, or None where it has to be an eager one."""
         parts, release = self.parts, self.parts.release
         check_in_step(parts, index)
+        if parts.streams is not None:
+            parts.streams.follow(self.device, list)  # what it reads lies in buffers that stay
         if parts.first_rows is not None:
             compare_rows(parts, batch)
         leaves, spec = flat(batch)
