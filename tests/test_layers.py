@@ -59,7 +59,7 @@ LAYERS = {
 }
 #: Parts of one layer that belong together; all others of a layer never import each other.
 TOGETHER = (
-    {"errors", "participation", "one_owner"},
+    {"errors", "participation", "one_owner", "triton_shim"},
     {
         "statement",
         "plan",
