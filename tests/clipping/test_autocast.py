@@ -98,3 +98,29 @@ def test_an_unchanged_loop_with_gradients_written_out():
     for (name, p), grad in zip(model.named_parameters(), grads):
         torch.testing.assert_close(before[name] - p.detach(), grad, rtol=0.0, atol=2e-2)
     assert "one example at a time" in private.fallbacks[0]
+
+
+def test_looks_at_a_batch_run_the_model_under_the_autocast_of_its_steps():
+    """In float32 a look would set the most memory of a run, and see another model."""
+    seen: list[tuple[int, bool]] = []
+
+    class Noting(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.first, self.last = nn.Conv2d(2, 8, 3), nn.Linear(8, 1)
+
+        def forward(self, x):
+            out = torch.tanh(self.first(x))
+            seen.append((len(x), out.dtype is torch.bfloat16))
+            rated = self.last(out.mean((2, 3)))
+            return rated[:, 0]
+
+    torch.manual_seed(0)
+    engine, model, size = Ghost(), Noting(), 24
+    x, y = torch.randn(size, 2, 9, 9), torch.randn(size)
+    for _ in range(12):  # quick looks among them
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            engine.clipped_sum(model, nn.MSELoss(), (x, y), clip=Flat(1.0))
+    assert not engine.fallbacks
+    assert len([rows for rows, _ in seen if rows == size]) > 12
+    assert all(is_cast for _, is_cast in seen)

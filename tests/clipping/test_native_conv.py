@@ -12,7 +12,15 @@ from hypothesis import strategies as st
 from torch import Tensor, nn
 
 from noshuffle.c_library import text_of
-from noshuffle.clipping import Flat, Ghost, PerExample, native_conv
+from noshuffle.clipping import (
+    Flat,
+    Ghost,
+    PerExample,
+    native_conv,
+    native_norms,
+    native_rows,
+    native_steps,
+)
 from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
 from noshuffle.clipping.rules_conv import Convolution, convolution
 
@@ -341,3 +349,12 @@ def test_a_view_with_the_other_sign_keeps_it() -> None:
     assert not engine.fallbacks
     for name, value in want.items():
         assert torch.allclose(got[name], value, atol=1e-3), name
+
+
+@needs_loops
+def test_loops_are_compared_with_torch_in_full_precision() -> None:
+    """Whoever asks first may be under autocast, where a product of torch is none in float32."""
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        for own in (native_conv, native_norms, native_rows, native_steps):
+            own.library.cache_clear()
+            assert own.library() is not None, own

@@ -2,7 +2,8 @@
 
 Every loop takes the address of a job. A library is built once a process, with the flags that wheels
 ship it with, and handed out only after it agreed with torch; None where it cannot be built, does
-not agree, or is switched off. State: what was built, until `cache_clear`.
+not agree, or is switched off. Torch's side of that comparison is in full precision, whatever is
+set around the step that asks first (autocast). State: what was built, until `cache_clear`.
 
 >>> loops = NativeLoops("rows.c", "squares", agrees=lambda built: False)
 >>> loops() is None
@@ -14,7 +15,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Callable
 
+import torch
+
 from noshuffle.c_library import SHIPPED_FLAGS, build, text_of
+from noshuffle.clipping.products import exactly
 
 
 class NativeLoops:
@@ -27,7 +31,9 @@ class NativeLoops:
     def __call__(self) -> ctypes.CDLL | None:
         if not self._built:
             built = self.build(text_of(self._file))
-            self._built.append(built if built is not None and self._agrees(built) else None)
+            with exactly(torch.device("cpu")):
+                is_good = built is not None and self._agrees(built)
+            self._built.append(built if is_good else None)
         return self._built[0]
 
     def build(self, text: str) -> ctypes.CDLL | None:

@@ -51,6 +51,7 @@ from noshuffle.clipping.trial_rows import (
 FormsFn = Callable[..., dict[str, list[GradientForm]]]
 #: Squared, the part of a gradient that may lie elsewhere, and what is added where squares vanish.
 SHARE, LEAST = 1e-6, 1e-16
+CPU = torch.device("cpu")
 #: Halves of a batch that are asked for: of two rows that were exchanged each sees half the time.
 HALVES = 2
 #: Where the row stands that is alone of its kind, and where the others do.
@@ -63,7 +64,7 @@ PAIRS, _LOOKED = 4, 8
 ROUGHLY, LOW = 0.05, 0.25
 
 
-def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
+def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor, *, device: torch.device = CPU) -> None:
     """Raise Mixes if the gradient of the losses that are asked for lies in other rows, too.
 
     What is not finite says nothing: 0·∞ is NaN in any row.
@@ -71,12 +72,14 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor) -> None:
     others = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
     others[asked] = False
     inside = outside = 0.0
-    for forms in forms_of(rows, asked).values():
-        found = squares(merge(forms)).double().nan_to_num(0.0, 0.0, 0.0).cpu()
-        if len(found) != len(others):
-            continue  # more rows than examples, of which the trial says more
-        outside += float(found[others].sum())
-        inside += float(found[~others].sum())
+    found = forms_of(rows, asked)  # the model runs as in a step, under autocast, too
+    with exactly(device):
+        for forms in found.values():
+            own = squares(merge(forms)).double().nan_to_num(0.0, 0.0, 0.0).cpu()
+            if len(own) != len(others):
+                continue  # more rows than examples, of which the trial says more
+            outside += float(own[others].sum())
+            inside += float(own[~others].sum())
     if outside > SHARE * inside + LEAST:
         raise Mixes("a layer sees the rows of some examples in the place of others")
 
@@ -143,8 +146,8 @@ def batch_in_place(
         picks = sorted(range(size), key=lambda _: secrets.randbits(62))[: size // 2]
         device = next(model.parameters()).device
         try:
-            with put_back_after(model), with_same_rng(model, seed), exactly(device):
-                in_place(forms_of, rows, torch.tensor(picks, device="cpu"))
+            with put_back_after(model), with_same_rng(model, seed):
+                in_place(forms_of, rows, torch.tensor(picks, device="cpu"), device=device)
             done += 1
         except torch.OutOfMemoryError:
             rows = take(rows, slice(size // 2))
@@ -158,9 +161,10 @@ def has_norms(
     One that stood in the place of another had the norm of both, in part.
     """
     few = take(batch, picks)
-    with with_same_rng(model), exactly(norms.device):
+    with with_same_rng(model):
         found = forms_of(few).values()
-        alone = sum(squares(merge(forms)).double() for forms in found)
+        with exactly(norms.device):
+            alone = sum(squares(merge(forms)).double() for forms in found)
     among = norms.double()[picks.to(norms.device)]
     alone = torch.as_tensor(alone, device=among.device).sqrt().to(among)
     fine = alone.isfinite() & among.isfinite()
