@@ -161,7 +161,7 @@ DRIVERS = (
     Mutant(
         "simulated clients share one model",
         "federated/clients.py",
-        "return copy.deepcopy(part, replaced)",
+        "return copy.deepcopy(part, known)",
         "return part",
         (
             "tests/federated/test_users_apart.py::test_what_a_model_keeps_of_one_user_does_not_reach_the_next",
