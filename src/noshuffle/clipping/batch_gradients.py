@@ -11,7 +11,7 @@ their number or at the size of their gradients is seen here only. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import partial
 
 import torch
@@ -20,8 +20,7 @@ from torch import Tensor
 from noshuffle.clipping.layers import Mixes
 from noshuffle.clipping.look_runs import LookRuns
 from noshuffle.clipping.objective import Batch, take
-from noshuffle.clipping.products import wide
-from noshuffle.clipping.rule_check import length
+from noshuffle.clipping.rule_check import joined, length
 from noshuffle.clipping.trial_rows import of_rounded
 
 
@@ -67,7 +66,7 @@ def adds_up(
         found = run(given)
         return run.gradient(torch.cat([found[kept], found[rest]]))
 
-    due = list(_joined(grads, run.gradient(run(rows)[rest])))
+    due = joined(grads, run.gradient(run(rows)[rest]))
     both = of_all(rows)
     gap, size = length(due, both), length(both)
     del due
@@ -77,13 +76,6 @@ def adds_up(
         if gap > 2e-2 * size + 4.0 * room:
             raise Mixes("the gradient of an example changes with those of the others")
     return math.isfinite(gap)
-
-
-def _joined(some: list[Tensor | None], others: list[Tensor | None]) -> Iterator[Tensor | None]:
-    """The sum of two gradients; what was read is let go of."""
-    for i, (a, b) in enumerate(zip(some, others)):
-        some[i] = others[i] = None
-        yield a if b is None else b if a is None else wide(a) + b
 
 
 def same_beside(

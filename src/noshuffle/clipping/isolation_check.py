@@ -22,7 +22,7 @@ asks the graph). The caller then writes gradients out instead. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack, suppress
 from functools import partial
 from typing import Any
@@ -44,8 +44,8 @@ from noshuffle.clipping.look_runs import (
     with_same_rng,
 )
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
-from noshuffle.clipping.products import HALF, roundoff, wide
-from noshuffle.clipping.rule_check import by_autograd, inexact, length
+from noshuffle.clipping.products import HALF, roundoff
+from noshuffle.clipping.rule_check import by_autograd, inexact, joined, length
 from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import (
     EXTREMES,
@@ -220,22 +220,13 @@ def _sums_up(
     large = 2.0**6 if low else 2.0**14
     seeds = torch.tensor([1.0, large], dtype=losses.dtype, device=losses.device)
     with torch.enable_grad():  # whatever the loop has set around its step
-        joined = (losses * seeds).sum()  # torch 2.13 imports sympy (0.5 s) where seeds are given
-    due = list(_joined(*truth, factor=large))
-    own = torch.autograd.grad(joined, params, retain_graph=True, allow_unused=True)
+        total = (losses * seeds).sum()  # torch 2.13 imports sympy (0.5 s) where seeds are given
+    due = joined(*truth, factor=large)
+    own = torch.autograd.grad(total, params, retain_graph=True, allow_unused=True)
     both = [(a, b) for a, b in zip(due, own) if a is not None and b is not None]
     gap, size = length((a for a, _ in both), (b for _, b in both)), length(a for a, _ in both)
     if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
         raise Mixes("the gradient of an example changes with the size of the others")
-
-
-def _joined(
-    first: list[Tensor | None], second: list[Tensor | None], *, factor: float
-) -> Iterator[Tensor | None]:
-    """g₀ + k g₁ of every parameter that both have; what was read is let go of."""
-    for i, (a, b) in enumerate(zip(first, second)):
-        first[i] = second[i] = None
-        yield None if a is None or b is None else torch.add(wide(a), wide(b), alpha=factor)
 
 
 def tried(

@@ -61,6 +61,21 @@ def length(tree: Iterable[Tensor | None], *less: Iterable[Tensor | None]) -> flo
     return math.sqrt(sum(own * own for own in map(float, lengths)))
 
 
+def joined(
+    some: list[Tensor | None], others: list[Tensor | None], *, factor: float = 1.0
+) -> list[Tensor | None]:
+    """g₀ + k·g₁ of every parameter, None counting as zero; what was read is let go of."""
+    found: list[Tensor | None] = []
+    for i, (a, b) in enumerate(zip(some, others)):
+        some[i] = others[i] = None
+        more = None if b is None else wide(b)
+        if a is not None and more is not None:
+            found.append(torch.add(wide(a), more, alpha=factor))
+        else:
+            found.append(a if more is None else factor * more)
+    return found
+
+
 def _pieces(t: Tensor) -> Sequence[Tensor]:
     """A tensor cut along its first axis; nothing is copied, however it lies in memory."""
     while t.dim() > 1 and len(t) == 1:
