@@ -124,3 +124,17 @@ def test_looks_at_a_batch_run_the_model_under_the_autocast_of_its_steps():
     assert not engine.fallbacks
     assert len([rows for rows, _ in seen if rows == size]) > 12
     assert all(is_cast for _, is_cast in seen)
+
+
+def test_gradients_that_are_written_out_wider_are_compared_as_half_precision():
+    """What autograd went through is rounded, whichever type a form has."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(16, 32, 3, bias=False), nn.Tanh(), nn.Flatten())
+    x, signs = torch.randn(4, 16, 5, 5), torch.rand(4)
+    x[1] *= 0.01  # products of an example that nearly cancel
+    engine = Ghost()
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        engine.clipped_sum(
+            model, lambda out, s: 3e4 * (out.mean(1).float() * s).sum(), (x, signs), clip=Flat(1.0)
+        )
+    assert not engine.fallbacks

@@ -262,7 +262,8 @@ def tried(
         raise NotNow("no loss of the first examples, or no gradient, is finite")
     forms = _read_forms(model, forms_of, pair)
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
-    low = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
+    is_half = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
+    low = is_half or is_low(model, losses)  # forms may be wider than what autograd went through
     is_loose = _alone(run, pair, losses, truth, own_params, low=low)
     # What mixes is said before what is not exact; gradients are let go of when they were read.
     wrong = inexact(params, forms, truth, low=low)
@@ -275,7 +276,7 @@ def tried(
     _beside_short(run, pair, low=low)
     if wrong:
         raise NotByLayer(wrong)
-    for far in () if low else extremes(pair, EXTREMES[:1]):  # one may be used otherwise there
+    for far in () if is_half else extremes(pair, EXTREMES[:1]):  # one may be used otherwise there
         with suppress(*REFUSALS):
             losses, truth = by_autograd(run, far, params)
             if _is_finite(losses, truth):

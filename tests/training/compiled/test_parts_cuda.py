@@ -57,7 +57,8 @@ def adam(model):
 
 
 def rmsprop(model):
-    return torch.optim.RMSprop(model.parameters(), lr=0.02)
+    # Norms of twins have tolerances 3e-5 of themselves apart; an ε of 1e-8 makes 1e-2 of them.
+    return torch.optim.RMSprop(model.parameters(), lr=0.02, eps=0.1)
 
 
 def make(*, compile, rule=None, strategy=None, optimizer=sgd, model=None, z=0.5, **options):
@@ -110,10 +111,7 @@ def sums_are_gone(private):
 def test_captured_parts_equal_eager_ones_between_single_steps(
     optimizer, strategy, has_ids, off_grid
 ):
-    # Norms of the two have tolerances 3e-5 of themselves apart, which the first steps of RMSprop
-    # enlarge a hundredfold: there nothing is clipped.
-    more = {"clip_norm": 50.0, "z": 0.007} if optimizer is rmsprop else {}
-    slow, fast = twins(optimizer=optimizer, strategy=strategy, **more)
+    slow, fast = twins(optimizer=optimizer, strategy=strategy)
     for private in (slow, fast):
         for t in range(12):
             if t % 4 == 2:
