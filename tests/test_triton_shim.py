@@ -6,7 +6,9 @@ Stand-ins for Triton's kernels: what they are given is compared, whichever way i
 from __future__ import annotations
 
 import gc
+import re
 import weakref
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -245,3 +247,11 @@ def test_no_launch_is_written_down_by_a_tracer(is_on: bool) -> None:
     assert not own.log
     run(X)
     assert own.ways() == ["plain"]
+
+
+def test_the_interpreter_is_chosen_for_all_tests_at_once() -> None:
+    """By `conftest`, before any file is imported: one that came later would change nothing."""
+    chosen = re.compile(r'environ[^#\n]*"TRITON_INTERPRET"(\]\s*=[^=]|,)')
+    files = sorted(Path(__file__).parent.rglob("*.py"))
+    found = [file.name for file in files if chosen.search(file.read_text(encoding="utf-8"))]
+    assert found == ["conftest.py"]

@@ -6,7 +6,6 @@ On a GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -14,15 +13,13 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from noshuffle.clipping import conv_input, conv_pairs
+from noshuffle.clipping.conv_halves import halves
+from noshuffle.clipping.shared_copies import COPIES
+
 HAS_GPU = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
-
-from noshuffle.clipping import conv_input, conv_pairs  # noqa: E402
-from noshuffle.clipping.conv_halves import halves  # noqa: E402
-from noshuffle.clipping.shared_copies import COPIES  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 SHAPES = [

@@ -6,7 +6,6 @@ On a GPU where there is one, else in Triton's interpreter; without Triton only t
 from __future__ import annotations
 
 import importlib.util
-import os
 from contextlib import contextmanager
 from typing import Any
 
@@ -15,13 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HAS_GPU = torch.cuda.is_available()
-HAS_TRITON = importlib.util.find_spec("triton") is not None
-DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-if HAS_TRITON and not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
-
-from noshuffle.clipping import (  # noqa: E402
+from noshuffle.clipping import (
     Flat,
     Ghost,
     conv_gram,
@@ -32,7 +25,11 @@ from noshuffle.clipping import (  # noqa: E402
     norm_kernels,
     rules_conv,
 )
-from noshuffle.clipping.forms import OuterGradient  # noqa: E402
+from noshuffle.clipping.forms import OuterGradient
+
+HAS_GPU = torch.cuda.is_available()
+HAS_TRITON = importlib.util.find_spec("triton") is not None
+DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")
 with_triton = pytest.mark.skipif(not HAS_TRITON, reason="needs Triton")

@@ -6,7 +6,6 @@ Kernels run on a GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import importlib.util
-import os
 from typing import Any
 
 import pytest
@@ -14,13 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-HAS_GPU = torch.cuda.is_available()
-if importlib.util.find_spec("triton") is None:
-    pytest.skip("needs Triton", allow_module_level=True)
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
-
-from noshuffle.clipping import (  # noqa: E402
+from noshuffle.clipping import (
     Flat,
     Ghost,
     conv_gram,
@@ -30,8 +23,12 @@ from noshuffle.clipping import (  # noqa: E402
     gram,
     rules_conv,
 )
-from noshuffle.clipping.conv_windows import padded  # noqa: E402
-from noshuffle.clipping.tolerance import RoundingTolerance  # noqa: E402
+from noshuffle.clipping.conv_windows import padded
+from noshuffle.clipping.tolerance import RoundingTolerance
+
+HAS_GPU = torch.cuda.is_available()
+if importlib.util.find_spec("triton") is None:
+    pytest.skip("needs Triton", allow_module_level=True)
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 on_gpu = pytest.mark.skipif(not HAS_GPU, reason="needs a CUDA GPU")

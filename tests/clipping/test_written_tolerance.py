@@ -6,19 +6,16 @@ On a GPU where there is one, else in Triton's interpreter.
 from __future__ import annotations
 
 import importlib.util
-import os
 
 import pytest
 import torch
 
+from noshuffle.clipping import gpu_kernels, gram
+from noshuffle.clipping.tolerance import RoundingTolerance
+
 HAS_GPU = torch.cuda.is_available()
 if importlib.util.find_spec("triton") is None:
     pytest.skip("needs Triton", allow_module_level=True)
-if not HAS_GPU:
-    os.environ["TRITON_INTERPRET"] = "1"  # chosen when Triton is imported
-
-from noshuffle.clipping import gpu_kernels, gram  # noqa: E402
-from noshuffle.clipping.tolerance import RoundingTolerance  # noqa: E402
 
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
 #: Of half precision, and of plain single precision.

@@ -6,7 +6,6 @@ On a GPU where there is one, else in Triton's interpreter, and without Triton on
 from __future__ import annotations
 
 import importlib.util
-import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 
@@ -19,6 +18,7 @@ from torch import Tensor
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source, test_source
 from noshuffle.noise.compact import NOT_A_NUMBER, CompactPlans
+from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.step_plan import StepPlans
@@ -28,12 +28,6 @@ from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, R
 HAS_GPU = torch.cuda.is_available()
 HAS_TRITON = importlib.util.find_spec("triton") is not None
 DEVICE = torch.device("cuda" if HAS_GPU else "cpu")
-
-if HAS_TRITON and not HAS_GPU:
-    # The interpreter is chosen when Triton and the kernel are imported, so this comes before.
-    os.environ["TRITON_INTERPRET"] = "1"
-
-from noshuffle.noise.fused import Fused  # noqa: E402
 
 
 def why_not() -> str:
