@@ -5,9 +5,11 @@ Stand-ins for Triton's kernels: what they are given is compared, whichever way i
 
 from __future__ import annotations
 
+import ast
 import gc
 import re
 import weakref
+from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -255,3 +257,15 @@ def test_the_interpreter_is_chosen_for_all_tests_at_once() -> None:
     files = sorted(Path(__file__).parent.rglob("*.py"))
     found = [file.name for file in files if chosen.search(file.read_text(encoding="utf-8"))]
     assert found == ["conftest.py"]
+
+
+def test_no_two_kernels_have_one_name() -> None:
+    """A profile names them alone, and a module that takes both would take one for the other."""
+    found: Counter[str] = Counter()
+    for file in Path(triton_shim.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                made = [d.id for d in node.decorator_list if isinstance(d, ast.Name)]
+                found[node.name] += "jit" in made and not node.name.startswith("_")
+    assert sum(found.values()) > 20
+    assert [name for name, times in found.items() if times > 1] == []

@@ -5,8 +5,8 @@
 
 takes K²·(C·taps + O) products an example instead of the K·C·taps·O of G_b itself (`conv_kernels`):
 a fifteenth of them for 512 channels at 4 × 4 positions. A program takes one example, and leaves the
-five numbers of `gpu_kernels.tiles`, of which `close` makes a norm that is never too small. State:
-none. The module can be imported without Triton, but its kernel not be launched.
+five numbers of `gpu_kernels.tiles`, of which `join_tiles` makes a norm that is never too small.
+State: none. The module can be imported without Triton, but its kernel not be launched.
 
 >>> pays(16, 4608, 512), pays(64, 2304, 256), pays(1024, 576, 64)
 (True, True, False)
@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping.conv_tolerance import tolerance
-from noshuffle.clipping.gpu_kernels import _long, close
+from noshuffle.clipping.gpu_kernels import _long, join_tiles
 from noshuffle.clipping.gram import TENSOR_CORE
 from noshuffle.triton_shim import jit, tl
 
@@ -119,8 +119,8 @@ def squares(
         ‖G'‖ ≤ ‖G‖ + q²R,    ‖G‖² ≤ T + 2q²R²
         ‖G'‖² ≤ T + 2q²R² + 2q²R·√(T + 2q²R²) + q⁴R² ≤ (√T + q²R)² + (2 + 2√2·q)·q²R²
 
-    the last from √(T + 2q²R²) ≤ √T + √2·qR. `close` has √T + moved·√spread with R² ≤ K·spread for K
-    positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `share`; lengths
+    the last from √(T + 2q²R²) ≤ √T + √2·qR. `join_tiles` has √T + moved·√spread, R² ≤ K·spread of
+    K positions, so moved = 2⁻²¹·√K is twice what is needed, and so is 2⁻²⁰ in its `share`; lengths
     it knows come from the inner products, and are too small by a part of 2⁻²¹ at most. Norms that
     are found in other ways have that share, too (`conv_tolerance`), pairs or not.
     """
@@ -143,5 +143,5 @@ def squares(
         BK=DEEP_IN_PAIRS if is_pair else DEEP, num_warps=4 if positions > 16 else 2, num_stages=4,
     )  # fmt: skip
     found = torch.empty(examples, dtype=torch.float64, device=x.device)
-    close[(examples,)](parts, found, 1, positions, inputs, outputs, *needed, MANY=1)
+    join_tiles[(examples,)](parts, found, 1, positions, inputs, outputs, *needed, MANY=1)
     return found

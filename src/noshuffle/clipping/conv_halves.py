@@ -118,7 +118,7 @@ def shrink(
 
 
 @jit
-def turn(x, out, lengths, channels, places, BC: tl.constexpr, BP: tl.constexpr):
+def transpose(x, out, lengths, channels, places, BC: tl.constexpr, BP: tl.constexpr):
     """[B, C, places] → [B, places, C] in another type, one tile, and its squared lengths."""
     example = tl.program_id(2).to(tl.int64)
     channel = tl.program_id(0) * BC + tl.arange(0, BC)
@@ -177,7 +177,7 @@ def turned(x: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         return out, measured(out)
     out = torch.empty_like(x, dtype=dtype, memory_format=last)
     lengths = torch.empty(grid[0], size, *x.shape[2:], dtype=torch.float32, device=x.device)
-    turn[grid](x, out, lengths, channels, places, BC=64, BP=64)
+    transpose[grid](x, out, lengths, channels, places, BC=64, BP=64)
     return out, lengths
 
 

@@ -31,9 +31,9 @@ ten bits have entries of g_k w_kᵀ moved by 2⁻¹⁰ of each, independently: b
 √n·‖G‖, by 2⁻¹⁵ of themselves, and those of 2²⁰ positions by 0.1 %; without the limit of 2¹⁴ these
 would be more than doubled.
 
-`close` does it on the GPU, from squared lengths at every place that come with the copies of x and g
-(`conv_halves`). NaN and ∞ of an example stay in its norm; without g it is 0. State: whether the
-kernel agreed with the plain form, by device.
+`add_tolerance` does it on the GPU, from squared lengths at every place that come with the copies of
+x and g (`conv_halves`). NaN and ∞ of an example stay in its norm; without g it is 0. State: whether
+the kernel agreed with the plain form, by device.
 
 >>> few_below(576, 64), few_below(4608, 512)
 (231, 1844)
@@ -97,7 +97,7 @@ def raised(squared: Tensor, lengths: Lengths, widths: Pair, how: RoundingToleran
 
 
 @jit
-def close(
+def add_tolerance(
     parts, of_x, of_g, starts, inside, out, many, positions, x_block, g_block, x_example, x_high,
     pad_high, pad_wide, step_high, step_wide, inputs, outputs, few, tiny, growth, moved, share,
     TAPS: tl.constexpr, TAPS_WIDE: tl.constexpr, ALIGN: tl.constexpr, X_BLOCKS: tl.constexpr,
@@ -178,7 +178,7 @@ def of_tiles(
     examples, many = parts.shape
     positions = pictures * of_g[0, 0].numel()
     out = torch.empty(examples, dtype=torch.float64, device=parts.device)
-    close[(examples,)](
+    add_tolerance[(examples,)](
         parts, of_x, of_g, starts, inside, out, many, positions, of_x.stride(0), of_g.stride(0),
         pictures * of_x.stride(1), of_x.stride(2), *padding, *dilation, *widths, few_below(*widths),
         *tolerance(parts, *widths)._replace(tiny=0.0), TAPS=kernel[0] * kernel[1],
@@ -193,7 +193,7 @@ def _of_lengths(squared: Tensor, lengths: Lengths, widths: Pair, how: RoundingTo
     long_w, long_g, squared = (t.contiguous() for t in (*lengths, squared))
     examples, positions = long_w.shape
     out = torch.empty(examples, dtype=torch.float64, device=squared.device)
-    close[(examples,)](
+    add_tolerance[(examples,)](
         squared, long_w, long_g, out, out, out, 1, positions, 0, 0, 0, 0, 0, 0, 0, 0, *widths,
         few_below(*widths), *how, TAPS=1, TAPS_WIDE=1, ALIGN=1, X_BLOCKS=1, G_BLOCKS=1,
         WINDOWED=False, **_sizes(positions, 1),

@@ -7,9 +7,9 @@
 
 and writes five numbers: the sum of A∘G (twice, if p < q: the other half is its mirror image), and
 from the diagonal the sums of ‖a_t‖²‖g_t‖², ‖a_t‖‖g_t‖, ‖a_t‖ and ‖g_t‖, where a squared length is
-increased by what may have vanished below the smallest float32. `close` adds the tiles of an example
-up in float64 and adds what rounding may have taken and what vanished, as `gram.bounded` does;
-`beside` makes its five numbers of a gradient that is written out. `rescale` multiplies every
+increased by what may have vanished below the smallest float32. `join_tiles` adds the tiles of an
+example up in float64 and adds what rounding may have taken and what vanished, as `gram.bounded`
+does; `beside` makes its five numbers of a gradient that is written out. `rescale` multiplies every
 example by its factor, in float32, and rounds once; `wipe_` takes examples of factor zero out in
 place. State: none. The module can be imported without Triton, but its kernels not be launched.
 
@@ -87,7 +87,9 @@ def tiles(
 
 
 @jit
-def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, share, MANY: tl.constexpr):
+def join_tiles(
+    parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, share, MANY: tl.constexpr
+):
     """(√(total + lost)·(1 + growth) + moved·√spread)² + share·reach² of one example."""
     example = tl.program_id(0)
     k = tl.arange(0, MANY)
@@ -108,7 +110,7 @@ def close(parts, out, pairs, steps, wide_a, wide_g, tiny, growth, moved, share, 
 
 @jit
 def beside(long_a, long_g, squared, parts, steps, wide_a, wide_g, tiny, MANY: tl.constexpr):
-    """The numbers that `close` adds up, of one example: its squared norm, and lengths of steps."""
+    """What `join_tiles` adds up, of one example: its squared norm, and lengths of steps."""
     example, least = tl.program_id(0), tl.cast(tiny, tl.float64)
     spread, reach = tl.zeros((MANY,), tl.float64), tl.zeros((MANY,), tl.float64)
     sum_a, sum_g = tl.zeros((MANY,), tl.float64), tl.zeros((MANY,), tl.float64)
@@ -177,7 +179,7 @@ def squares(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
     )  # fmt: skip
     out = torch.empty(examples, dtype=torch.float64, device=a.device)
     many = 1 << (pairs - 1).bit_length()
-    close[(examples,)](parts, out, pairs, steps, wide_a, wide_g, *tolerance, MANY=many)
+    join_tiles[(examples,)](parts, out, pairs, steps, wide_a, wide_g, *tolerance, MANY=many)
     return out
 
 
@@ -192,7 +194,7 @@ def of_written(
     parts, out = (squared.new_empty(examples, n, dtype=torch.float64) for n in (5, 1))
     given = (t.contiguous() for t in (*lengths, squared))
     beside[(examples,)](*given, parts, steps, *widths, tolerance.tiny, MANY=256, num_warps=4)
-    close[(examples,)](parts, out, 1, steps, *widths, *tolerance, MANY=1)
+    join_tiles[(examples,)](parts, out, 1, steps, *widths, *tolerance, MANY=1)
     return out[:, 0]
 
 
