@@ -100,8 +100,7 @@ class Step:
         """
         if self.parts.is_over:
             self.parts.check_open()
-        if self.parts.streams is not None:
-            self.parts.streams.follow(self.parts.device, self._made)
+        self._follow()
         batch = cuttable(batch)
         size = batch_size(batch)
         own = self._own_ids(ids, size)
@@ -190,8 +189,7 @@ class Step:
         parts = self.parts
         if parts.is_over:
             parts.check_open()
-        if parts.streams is not None:
-            parts.streams.follow(parts.device, self._made)
+        self._follow()
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
         if len(self._sums) != len(self._ids):
@@ -239,6 +237,12 @@ class Step:
         rows = ("norms", "losses", "bad", "present")
         none = [{n: getattr(s, n)[:0] for n in rows} for s in self._sums]
         self._sums = [replace(s, **own, shown=None) for s, own in zip(self._sums, none)]
+
+    def _follow(self) -> None:
+        """Go on behind the part, or the step, before, whichever stream it was on."""
+        parts = self.parts
+        if parts.streams is not None:
+            parts.streams.follow(parts.device, self._made)
 
     def _made(self) -> list[Tensor]:
         """What parts have left that the next one, or the release, reads."""

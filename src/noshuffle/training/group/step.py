@@ -133,6 +133,7 @@ class GroupStep(Step):
             if self._late is not None:
                 raise self._late
             self.parts.check_open()
+            self._follow()
             nonlocal batch
             batch = cuttable(batch)
             size = batch_size(batch)
@@ -291,6 +292,10 @@ class GroupStep(Step):
         self.parts.check_open()
         if not self._sums:
             raise InvalidInput("a step needs at least one batch (an empty one will do), got none")
+
+    def _made(self) -> list[Tensor]:
+        """The total of this rank; figures of its units lie in ordinary memory."""
+        return [] if self._fixed is None else list(self._fixed.values.values())
 
     def _total(self) -> dict[str, Tensor]:
         """The clipped sum over all ranks, and of it this rank's part. Exact in any order."""
