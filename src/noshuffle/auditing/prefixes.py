@@ -34,7 +34,7 @@ from noshuffle.auditing.emitted import Array, emitted_rows
 from noshuffle.auditing.likelihood import NUMBERS
 from noshuffle.auditing.sampled import epsilon_of_draws
 from noshuffle.auditing.worst import worst
-from noshuffle.participation import MinSeparation, Restarted
+from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
 from noshuffle.rounding import down, up
 
@@ -217,9 +217,7 @@ def whitening(covariance: Array) -> Array:
 
 def _stops(plan: Plan, n: int) -> list[int]:
     """All stopping points, or, where each is a search, some of them with all block ends."""
-    part = plan.participation
-    base = part.participation if isinstance(part, Restarted) else part
-    if not isinstance(base, MinSeparation) or n <= _SEARCHED:
+    if not isinstance(plan.participation.base, MinSeparation) or n <= _SEARCHED:
         return list(range(1, n + 1))
     spread = np.unique(np.geomspace(1, n, _SEARCHED // 2).round().astype(int)).tolist()
     every = getattr(plan.strategy, "restart_every", None) or n

@@ -24,7 +24,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import IterableDataset
 
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
-from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
+from noshuffle.participation import Epochs, MinSeparation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import of_batch
 from noshuffle.training.batches import refuse_passes
@@ -229,8 +229,7 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
             "(the best model, an early stop), is raw data; give rows that are not trained on",
             ProbablyNotMeant,
         )
-    data, rule = trainer.train_dataset, plan.participation
-    rule = rule.participation if isinstance(rule, Restarted) else rule
+    data, rule = trainer.train_dataset, plan.participation.base
     if hasattr(data, "__len__"):
         wanted, per_epoch = participation_of(args, data), steps_per_epoch(args, data)
         planned, drops = per_epoch, trainer._options.get("on_violation") == "drop"

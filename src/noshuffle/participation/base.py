@@ -40,6 +40,11 @@ class Participation:
             object.__setattr__(self, "rate", float(getattr(self, "rate")))  # noqa: B009
 
     @property
+    def base(self) -> Participation:
+        """What holds inside a block where the order may change between blocks; else all of it."""
+        return self
+
+    @property
     def most(self) -> int:
         """The largest number of steps one unit can take part in."""
         return self.most_within(self.steps)

@@ -117,6 +117,10 @@ class Restarted(Participation):
         return self.participation.steps
 
     @property
+    def base(self) -> Participation:
+        return self.participation
+
+    @property
     def blocks(self) -> tuple[int, ...]:
         """Length of every block; only the last may be shorter."""
         full, rest = divmod(self.steps, self.every)

@@ -57,7 +57,7 @@ class PatternLimits(NamedTuple):
     @classmethod
     def of(cls, participation: MinSeparation | Restarted) -> PatternLimits:
         """Of the whole run, so that the tables of a search serve every prefix."""
-        base = _base(participation)
+        base = participation.base
         assert isinstance(base, MinSeparation)
         free = replace(base, max_participations=base.steps)
         if isinstance(participation, Restarted):
@@ -65,10 +65,6 @@ class PatternLimits(NamedTuple):
         else:
             fitting = free.most
         return cls(base.separation, participation.most, participation.most < fitting)
-
-
-def _base(participation: Participation) -> Participation:
-    return participation.participation if isinstance(participation, Restarted) else participation
 
 
 @lru_cache(maxsize=4096)
@@ -82,7 +78,7 @@ def tree_sensitivity(
     """
     one_of(ACCOUNTINGS, tree_accounting=accounting)
     _check(strategy, participation)
-    is_searched = isinstance(_base(participation), MinSeparation)
+    is_searched = isinstance(participation.base, MinSeparation)
     is_loose = is_searched and isinstance(participation, Restarted) and participation.every < steps
     tight = None
     # no search to label a node count
@@ -137,7 +133,7 @@ def _largest(
 ) -> float:
     horizon = int(participation.steps)
     tree, times, last = _in_use(strategy, horizon, horizon if steps is None else int(steps))
-    base = _base(participation)
+    base = participation.base
     if isinstance(base, SinglePass):
         kinds = {tree, last} if times else {last}  # one participation meets one tree
         return max(measure.by_class([kind], kind.used) for kind in kinds)

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
-from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Restarted, Stages
+from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
@@ -142,7 +142,7 @@ def _findings(
 
 
 def _count(plan: Plan, loader: Any) -> CheckFinding:
-    rule = _base(plan)
+    rule = plan.participation.base
     planned = rule.steps_per_epoch if isinstance(rule, Epochs) else plan.steps
     try:
         count = len(loader)
@@ -183,7 +183,7 @@ def order_of(plan: Plan, loader: Any) -> CheckFinding:
             return CheckFinding("order", "drawn by the secret sampler of the run")
         advice = "give DataLoader(…, batch_sampler=private.sampler(population))"
         return CheckFinding("order", "not drawn by the secret sampler", "refused", advice)
-    rule = _base(plan)
+    rule = plan.participation.base
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
         advice = "give a sampler that takes every row once"
         return CheckFinding("order", "the loader draws rows more than once", "refused", advice)
@@ -290,12 +290,8 @@ def slow_notes(fallbacks: Iterable[str]) -> list[str]:
     return [note for note in fallbacks if note.startswith(SLOW)]
 
 
-def _base(plan: Plan) -> Any:
-    rule = plan.participation
-    return rule.participation if isinstance(rule, Restarted) else rule
-
-
 def _per_pass(plan: Plan) -> int:
     """Steps of one pass; of the last stage where the batch size has changed."""
-    rule = plan.participation.stages[-1] if isinstance(plan.participation, Stages) else _base(plan)
+    part = plan.participation
+    rule = part.stages[-1] if isinstance(part, Stages) else part.base
     return int(rule.steps_per_epoch) if isinstance(rule, Epochs) else plan.steps

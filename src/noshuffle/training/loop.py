@@ -25,7 +25,7 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, instance_of, whole
-from noshuffle.participation import Epochs, Restarted
+from noshuffle.participation import Epochs
 from noshuffle.statement import PrivacyStatement
 from noshuffle.training.batches import (
     TensorBatches,
@@ -174,8 +174,7 @@ def fit_model(
 
 def _planned(private: Private) -> tuple[int, int]:
     """Epochs and steps per epoch, as far as the plan says: once, and 0."""
-    rule = private.plan.participation
-    rule = rule.participation if isinstance(rule, Restarted) else rule
+    rule = private.plan.participation.base
     return (rule.epochs, rule.steps_per_epoch) if isinstance(rule, Epochs) else (1, 0)
 
 
