@@ -244,6 +244,12 @@ def flatten(values: Sequence[Tensor]) -> Tensor:
     return torch.cat([v.detach().double().reshape(-1) for v in values])
 
 
+def unflatten(vector: Tensor, values: Sequence[Tensor]) -> list[Tensor]:
+    """The same vector as tensors of the shapes and types of these."""
+    parts = torch.split(vector, [v.numel() for v in values])
+    return [part.reshape(v.shape).to(v) for part, v in zip(parts, values)]
+
+
 def shrink(value: Tensor, threshold: float) -> Tensor:
     """Soft threshold: sign(v)·(|v| − threshold)₊."""
     return value.sign() * (value.abs() - threshold).clamp_min(0.0)

@@ -30,7 +30,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.optim.constraints import Array, L2Ball, Sized, flatten
+from noshuffle.optim.constraints import Array, L2Ball, Sized, flatten, unflatten
 
 _MOST_NEWTON = 500
 
@@ -66,9 +66,7 @@ class LpBall(Sized):
         # Entries are rounded to the type of the tensors, each by half a unit at most.
         rounding = max(torch.finfo(v.dtype).eps for v in values)
         t *= self.radius * (1 - rounding - 2.0**-46) / _norm(t, self.p)
-        out = torch.from_numpy(np.copysign(t, vector))
-        parts = torch.split(out, [v.numel() for v in values])
-        return [part.reshape(v.shape).to(v) for part, v in zip(parts, values)]
+        return unflatten(torch.from_numpy(np.copysign(t, vector)), values)
 
     def lmo(self, g: Array) -> Array:
         q = self.p / (self.p - 1)

@@ -27,7 +27,16 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import positive
-from noshuffle.optim.constraints import Array, Box, Constraint, L1Ball, L2Ball, Sized, flatten
+from noshuffle.optim.constraints import (
+    Array,
+    Box,
+    Constraint,
+    L1Ball,
+    L2Ball,
+    Sized,
+    flatten,
+    unflatten,
+)
 from noshuffle.optim.lp_ball import LpBall
 from noshuffle.optim.norms import ENTRIES, Decomposition, Entries, Norm
 
@@ -69,9 +78,7 @@ class NormBall(Sized):
         if np.array_equal(new, sizes):
             return list(values)
         rounding = max(torch.finfo(v.dtype).eps for v in values) + _ROUNDING
-        out = torch.from_numpy(join(new * (1 - rounding)))
-        parts = torch.split(out, [v.numel() for v in values])
-        return [part.reshape(v.shape).to(v) for part, v in zip(parts, values)]
+        return unflatten(torch.from_numpy(join(new * (1 - rounding))), values)
 
     def lmo(self, g: Array) -> Array:
         sizes, join = self.norm.parts.split(g)
