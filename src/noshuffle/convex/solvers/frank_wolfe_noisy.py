@@ -86,7 +86,6 @@ def frank_wolfe_noisy(
         )
     problem.require("noisy Frank–Wolfe", rows=norm.dual, convex=convex, smooth=True)
     n, d = problem.n, problem.d
-    steps = max(1, math.isqrt(n)) if steps is None else steps
     recursion = Recursion.plan(rows=n, steps=steps, rate=rate)
     first, step = recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours)
     shape = shape_of(norm, d, rows=loss.row_norm, noise=noise)

@@ -69,7 +69,6 @@ def frank_wolfe_poly(
         )
     problem.require("polyhedral Frank–Wolfe", rows=math.inf, convex=convex, smooth=True)
     n, d = problem.n, problem.d
-    steps = max(1, math.isqrt(n)) if steps is None else steps
     recursion = Recursion.plan(rows=n, steps=steps, rate=rate)
     reach = max(recursion.reaches(loss, radius=domain.size, neighbours=problem.neighbours))
     scale = vertex_noise(recursion, reach=reach, radius=domain.size, rho=problem.rho, noise=noise)

@@ -49,9 +49,13 @@ class Recursion:
         unit_rate(rate=self.rate)
 
     @classmethod
-    def plan(cls, *, rows: int, steps: int, rate: float | None = None) -> Recursion:
-        """Half of the rows first, the rest in equal batches; η = ln(rows)/(2·steps), at most 1."""
+    def plan(cls, *, rows: int, steps: int | None, rate: float | None = None) -> Recursion:
+        """Half of the rows first, the rest in equal batches; η = ln(rows)/(2·steps), at most 1.
+
+        There are √rows steps where no number is given.
+        """
         whole(at_least=2, rows=rows)
+        steps = math.isqrt(rows) if steps is None else steps
         whole(steps=steps)
         first = rows // 2
         batch = (rows - first) // steps
