@@ -12,7 +12,6 @@ a snapshot is taken anew each time.
 
 from __future__ import annotations
 
-import math
 import sqlite3
 import time
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.clipping.norm_histogram import NormHistogram
+from noshuffle.release.files import finite
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import is_locked
 from noshuffle.release.ledger_tables import Evidence
@@ -94,8 +94,8 @@ def snapshot(path: Path) -> RunSnapshot:
         run=str(path),
         step=step,
         steps=run.plan.steps,
-        epsilon=_finite(said.epsilon),
-        planned_epsilon=_finite(planned.epsilon),
+        epsilon=finite(said.epsilon),
+        planned_epsilon=finite(planned.epsilon),
         delta=planned.delta,
         unit=run.plan.unit,
         is_private=not run.not_private,
@@ -127,10 +127,6 @@ def _spent(run: RunRecord, step: int) -> PrivacyStatement:
     """What its statement would say after so many steps, but for sentences that cost nothing."""
     counts = tuple(s for s in run.statement.get("assumptions", ()) if s in COUNTS.values())
     return spent(run.plan, step, ancestors=run.ancestors, notes=counts)
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None
 
 
 def bar(done: int, of: int, *, width: int) -> str:
