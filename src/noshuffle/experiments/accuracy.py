@@ -26,7 +26,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.experiments import fitted
-from noshuffle.experiments.figure import Cell, Request, Results, shipped
+from noshuffle.experiments.figure import Cell, Request, Results, deviation, shipped
 from noshuffle.experiments.lines import Group, StudyLine, StudyTask, groups
 
 Grid = Mapping[float, Mapping[float, float]]
@@ -194,7 +194,7 @@ class Point:
 
     @property
     def deviation(self) -> float:
-        return float(np.std(self.values, ddof=1)) if len(self.values) > 1 else 0.0
+        return deviation(self.values)
 
     def __str__(self) -> str:
         more = f" ± {100 * self.deviation:.2f}" if len(self.values) > 1 else ""

@@ -28,7 +28,7 @@ from noshuffle.convex import losses, solvers
 from noshuffle.convex.solvers import experiments
 from noshuffle.convex.solvers.domains import Ball
 from noshuffle.experiments.bounds_view import AXES, CLAIMS, L_P, STREAM, draw, table
-from noshuffle.experiments.figure import Cell, Figure, Request, Results
+from noshuffle.experiments.figure import Cell, Figure, Request, Results, deviation
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import error
@@ -93,7 +93,7 @@ def _spread(sizes: Sizes, steps: int, mechanism: str) -> float:
 
 
 def _record(found: Sequence[float], bound: theory.Bound | None) -> dict[str, Any]:
-    spread = float(np.std(found, ddof=1)) if len(found) > 1 else None
+    spread = deviation(found) if len(found) > 1 else None
     record = {"mean": float(np.mean(found)), "deviation": spread, "all": list(found), "bound": None}
     if bound is not None:
         record |= {"bound": bound.value, "private": bound.terms["privacy"] / bound.order}

@@ -25,6 +25,8 @@ from importlib import resources
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from noshuffle.errors import InvalidInput, whole
 
 #: Cells that are named where one was asked for that is not there.
@@ -39,6 +41,11 @@ class ClaimVerdict:
 
     word: str
     figures: str
+
+
+def deviation(values: Sequence[float]) -> float:
+    """Of what these trials are a sample of; 0 of a single one, which says nothing of it."""
+    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
 
 
 def verdict(holds: bool, figures: str) -> ClaimVerdict:

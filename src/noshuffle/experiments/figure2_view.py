@@ -18,6 +18,7 @@ from noshuffle.experiments.figure import (
     Claim,
     ClaimVerdict,
     Results,
+    deviation,
     not_tested,
     verdict,
 )
@@ -48,11 +49,10 @@ def heads(results: Results) -> list[str]:
 def curve(results: Results, head: str, name: str) -> tuple[list[dict[str, float]], int]:
     """Noise multiplier, ε, mean accuracy and its deviation at every point; and how many seeds."""
     made, found = results[f"{head}/mechanisms"][name], _finals(results, head, name)
-    mean = np.mean(found, 0)
-    spread = np.std(found, 0, ddof=1) if len(found) > 1 else np.zeros(len(mean))
+    mean, spread = np.mean(found, 0).tolist(), [deviation(own) for own in zip(*found)]
     points = [
         {"noise": z, "epsilon": math.inf if e is None else e, "accuracy": a, "deviation": s}
-        for z, e, a, s in zip(made["noise"], made["epsilon"], mean.tolist(), spread.tolist())
+        for z, e, a, s in zip(made["noise"], made["epsilon"], mean, spread)
     ]
     return points, len(found)
 

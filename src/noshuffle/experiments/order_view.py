@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, verdict
+from noshuffle.experiments.figure import Claim, ClaimVerdict, Results, deviation, verdict
 from noshuffle.experiments.panels import COLOURS, legend_below, markdown, panels
 
 ORDERS = ("file", "shuffled once", "by writer", "by class", "adversarial", "sampled")
@@ -35,16 +35,11 @@ def _mean(found: Mapping[str, Any], name: str) -> float:
     return float(np.mean(found[name]["accuracy"]))
 
 
-def _deviation(values: Sequence[float]) -> float:
-    """Of the seeds that they are a sample of; of one seed nothing is known."""
-    return float(np.std(values, ddof=1)) if len(values) > 1 else 0.0
-
-
 def _entry(record: Mapping[str, Any] | None) -> str:
     if record is None:
         return "–"
     values = record["accuracy"]
-    spread = f" ± {_deviation(values):.2f}" if len(values) > 1 else ""
+    spread = f" ± {deviation(values):.2f}" if len(values) > 1 else ""
     return f"{np.mean(values):.2f}{spread} ({record['rate']:g})"
 
 
@@ -74,7 +69,7 @@ def draw(results: Results, path: Path) -> None:
         for place, name in enumerate(names):
             at = np.arange(len(orders)) + (place - (len(names) - 1) / 2) * 0.8 / len(names)
             means = [_mean(finals[order], name) for order in orders]
-            spread = [_deviation(finals[order][name]["accuracy"]) for order in orders]
+            spread = [deviation(finals[order][name]["accuracy"]) for order in orders]
             # Dots: bars would have to begin at zero, where no difference can be seen.
             axis.errorbar(at, means, yerr=spread, fmt=MARKS[name], color=colours[name],
                           label=TITLES[name], ms=6, elinewidth=1.0, capsize=2)  # fmt: skip
