@@ -41,6 +41,11 @@ MOST = 64
 _ALIGNED = 127
 
 
+def is_capturing(device: torch.device) -> bool:
+    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class LaunchCache:
     """Launches of one kernel, in the place of its `run`.
 

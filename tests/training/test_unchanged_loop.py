@@ -368,7 +368,7 @@ def test_the_losses_of_other_models_are_left_alone(monkeypatch):
     assert looked == []
     private = make(ours := convolutional())
     for is_captured in (False, True):
-        monkeypatch.setattr(passes, "is_captured", lambda _, is_it=is_captured: is_it)
+        monkeypatch.setattr(passes, "is_capturing", lambda _, is_it=is_captured: is_it)
         loss_fn(ours(x), y).backward()
         assert looked == [1]
         loss_fn(other(x), y).backward()

@@ -64,8 +64,9 @@ from noshuffle.clipping.rule_trial import by_rules, readings
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
-from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, is_capturing, members
+from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, members
 from noshuffle.errors import one_of
+from noshuffle.triton_shim import is_capturing
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16

@@ -26,7 +26,8 @@ from torch import Tensor
 
 from noshuffle.clipping.factor import ClippedSum
 from noshuffle.clipping.objective import Batch, BatchShape, batch_size, take
-from noshuffle.clipping.units import BadUnitFound, SumPart, is_capturing, joined
+from noshuffle.clipping.units import BadUnitFound, SumPart, joined
+from noshuffle.triton_shim import is_capturing
 
 MODES = ("auto", "fast", "lean")
 #: The part of the free memory that a step may count on: allocators need some for themselves.

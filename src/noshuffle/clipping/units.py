@@ -38,6 +38,7 @@ from noshuffle.clipping.rowwise import Bundle, Rowwise, bundled
 from noshuffle.clipping.rules import StepSums
 from noshuffle.device_copy import DeviceCopy, on_its_way
 from noshuffle.errors import InvalidInput
+from noshuffle.triton_shim import is_capturing
 
 
 @dataclass(frozen=True)
@@ -85,11 +86,6 @@ def members(
     slot[order] = torch.arange(size, device=device) - (counts.cumsum(0) - counts)[of[order]]
     widest = int(counts.max()) if size else 0
     return Members(size, keep, Units(of, slot, len(counts), widest), live)
-
-
-def is_capturing(device: torch.device) -> bool:
-    """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 def by_unit(forms: Sequence[GradientForm], who: Members, *, reduce: str) -> list[GradientForm]:

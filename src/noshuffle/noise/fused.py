@@ -35,7 +35,7 @@ from noshuffle.noise.philox import BLOCKS, address, split_seed
 from noshuffle.noise.source import Source
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.noise.tape import STEPS, WORDS, StepTape, record_tape
-from noshuffle.triton_shim import tl
+from noshuffle.triton_shim import is_capturing, tl
 
 #: Tiles of one program where there are many of them; a small model has more use for more programs.
 TILES, MANY_TILES = 4, 2**14
@@ -49,11 +49,6 @@ def is_ready(device: torch.device) -> bool:
     """Whether the kernel can run there. NOSHUFFLE_FUSED=off in the environment says no."""
     is_off = os.environ.get("NOSHUFFLE_FUSED", "").lower() in ("off", "0")
     return device.type == "cuda" and triton_kernels.HAS_TRITON and not is_off
-
-
-def is_captured(device: torch.device) -> bool:
-    """Whether what is launched there now goes into a CUDA graph."""
-    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
 
 
 @dataclass(frozen=True)
@@ -117,16 +112,16 @@ class Fused:
         """Add the noise of `step` to contiguous tensors. While a graph is being captured nothing
         runs: each replay then adds the noise of the next step that was announced.
         """
-        is_capturing = is_captured(self._device)
+        is_captured = is_capturing(self._device)
         key = tuple(targets[name].dtype for name in self._names)
-        if not is_capturing:
+        if not is_captured:
             self._seek(step=step, count=1)
         elif key not in self._programs or self._spare is None:
             raise Unsupported("call prepare() with tensors of the same types before each capture")
         tables = self._programs.get(key) or self._planned(key)
         found = tuple(targets[name].data_ptr() for name in self._names)
-        where = self._captured_table(found) if is_capturing else self._table_of(found)
-        self._clock.add_(self._counter if is_capturing else self._one_step)
+        where = self._captured_table(found) if is_captured else self._table_of(found)
+        self._clock.add_(self._counter if is_captured else self._one_step)
         for dtype, owners in tables.owners:
             self._launch(tables, dtype, owners, where, programs=len(owners))
 

@@ -57,6 +57,7 @@ from noshuffle.noise.stream_state import SavedBuffers, check_identity
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
+from noshuffle.triton_shim import is_capturing
 
 #: Raised whenever the numbers of a stream change, so that none is continued with other numbers.
 VERSION = 2
@@ -194,7 +195,7 @@ class NoiseStream(OneOwner):
         protected first: noise that was added to zeros would leave what is added to it later bare
         below the grid. While a CUDA graph is captured nothing is added or counted; see `prepare`.
         """
-        is_captured = self._device.type == "cuda" and fused.is_captured(self._device)
+        is_captured = is_capturing(self._device)
         if is_captured and self._fused is None:
             # A graph would freeze the row and add the same noise at every replay.
             raise Unsupported(_NOT_FUSED)

@@ -40,13 +40,13 @@ from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
 from noshuffle.noise import Source
-from noshuffle.noise.fused import is_captured
 from noshuffle.plan import Plan
 from noshuffle.release import account, digest, tags
 from noshuffle.release.ledger import Admission, Ledger
 from noshuffle.release.opening import Run, open_run
 from noshuffle.release.run_state import RunState
 from noshuffle.release.unit_ids import Ids, ids_and_kind
+from noshuffle.triton_shim import is_capturing
 
 #: A digest that is there, or one to wait for.
 Later = bytes | Callable[[], bytes]
@@ -274,7 +274,7 @@ class Release(RunState):
         run in memory, which nobody else can repeat, may do without rows until it is put back.)
         """
         # A graph that is captured adds and counts nothing.
-        if self._device.type != "cuda" or not is_captured(self._device):
+        if not is_capturing(self._device):
             self._check_leave()
             self._leave = -1
         norm = 1.0

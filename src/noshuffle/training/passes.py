@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.errors import ProbablyNotMeant
-from noshuffle.noise.fused import is_captured
 from noshuffle.training.generators import generators
 from noshuffle.training.heard_backward import hearing, listen
 from noshuffle.training.hooks import ModelHook
@@ -33,6 +32,7 @@ from noshuffle.training.loss_replay import coupling
 from noshuffle.training.loss_trace import LossTrace
 from noshuffle.training.outputs import CARRIED, Carried, apart, tensors_of
 from noshuffle.training.pass_writes import PassWrites
+from noshuffle.triton_shim import is_capturing
 from noshuffle.user_warnings import warn_user
 
 #: Outputs that a loss may be made of.
@@ -256,7 +256,7 @@ class Listener:
     def _is_graph_of_others(self, losses: list[Any]) -> bool:
         """Whether a CUDA graph of another model is being captured: a number that were read from
         the device meanwhile would end the capture."""
-        if not any(isinstance(one, Tensor) and is_captured(one.device) for one in losses):
+        if not any(isinstance(one, Tensor) and is_capturing(one.device) for one in losses):
             return False
         return not any(isinstance(one, Tensor) and reaches(one, self._starts) for one in losses)
 

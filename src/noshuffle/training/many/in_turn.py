@@ -28,12 +28,12 @@ from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.layers import NotByLayer, NotNow
 from noshuffle.clipping.looks import Heard, Listeners, Look, next_full
 from noshuffle.clipping.objective import Batch, Criterion, batch_size
-from noshuffle.clipping.units import is_capturing
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
 from noshuffle.training.compiled.flat import TotalFn
 from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
 from noshuffle.training.generators import seeded
+from noshuffle.triton_shim import is_capturing
 
 #: Streams of a GPU that the runs are dealt to.
 STREAMS = 4
