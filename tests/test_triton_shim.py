@@ -19,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from noshuffle import triton_shim
 from noshuffle.errors import Unsupported
-from noshuffle.triton_shim import LaunchCache
+from noshuffle.triton_shim import KernelTest, LaunchCache
 
 
 def kernel(x: Any, out: Any, count: Any, WIDTH: Any, IS_TOTAL: Any) -> None:
@@ -269,3 +269,26 @@ def test_no_two_kernels_have_one_name() -> None:
                 found[node.name] += "jit" in made and not node.name.startswith("_")
     assert sum(found.values()) > 20
     assert [name for name, times in found.items() if times > 1] == []
+
+
+def test_no_kernel_is_tested_while_a_graph_is_captured(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was tested for one kind of numbers says nothing of another."""
+    tested: list[Any] = []
+
+    @KernelTest
+    def is_good(device: torch.device, dtype: torch.dtype) -> bool:
+        tested.append(dtype)
+        return dtype is not torch.float64
+
+    device = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert is_good(device, torch.float32)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert is_good(device, torch.float32)
+    assert not is_good(device, torch.float16)
+    assert tested == [torch.float32]
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert is_good(device, torch.float16)
+    assert not is_good(device, torch.float64)
+    assert not is_good(device, torch.float64)
+    assert tested == [torch.float32, torch.float16, torch.float64]

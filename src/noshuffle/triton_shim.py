@@ -1,8 +1,9 @@
 """Triton where it is, and a stand-in where it is not, so that kernel files can always be read.
 
-    jit        triton.jit, launched by `LaunchCache`; or a decorator that changes nothing
-    constant   tl.constexpr, or the plain number
-    tl         triton.language, or None: kernel texts name it, and only launched ones use it
+    jit         triton.jit, launched by `LaunchCache`; or a decorator that changes nothing
+    constant    tl.constexpr, or the plain number
+    tl          triton.language, or None: kernel texts name it, and only launched ones use it
+    KernelTest  whether kernels are good here: they are used only where that was found
 
 Triton looks at every argument of every launch to find what it compiled for such arguments, which
 takes the host longer than most of these kernels run. `LaunchCache` remembers that for launches it
@@ -13,8 +14,8 @@ every launch while somebody has hooks around it (a profiler).
 A launch is none of torch's operations: where those are written down to be compiled (make_fx), its
 results would be memory that nobody fills, so it is refused there.
 
-State: what each kernel was compiled to. Nothing of a kernel runs without Triton; whoever launches
-one asks HAS_TRITON first.
+State: what each kernel was compiled to, and what tests found. Nothing of a kernel runs without
+Triton; whoever launches one asks HAS_TRITON first.
 
 >>> callable(jit), constant(3) == 3
 (True, True)
@@ -44,6 +45,30 @@ _ALIGNED = 127
 def is_capturing(device: torch.device) -> bool:
     """Whether a CUDA graph is being captured, so that nothing may wait for the device."""
     return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
+class KernelTest:
+    """Decorates a test of kernels, which is made once for every kind of arguments.
+
+    A test waits for the device. While a CUDA graph is captured the answer is no for what was not
+    tested by then, and nothing is remembered.
+    """
+
+    def __init__(self, test: Callable[..., bool]) -> None:
+        self._test = test
+        self._found: dict[tuple[Any, ...], bool] = {}
+
+    def __call__(self, device: torch.device, *kind: Any) -> bool:
+        key = (device, *kind)
+        if key not in self._found:
+            if is_capturing(device):
+                return False
+            self._found[key] = self._test(*key)
+        return self._found[key]
+
+    def cache_clear(self) -> None:
+        """Test anew when next asked."""
+        self._found.clear()
 
 
 class LaunchCache:

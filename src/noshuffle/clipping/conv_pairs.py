@@ -17,7 +17,6 @@ kernel agrees with torch, by device.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -29,7 +28,7 @@ from noshuffle.clipping.conv_halves import halves, laid_out
 from noshuffle.clipping.conv_kernels import HAS_TRITON, MOST_TAPS, Pair, _tables_for
 from noshuffle.clipping.shared_copies import copy_of
 from noshuffle.clipping.statefulness import is_wrapped
-from noshuffle.triton_shim import jit, tl
+from noshuffle.triton_shim import KernelTest, jit, tl
 
 #: Channels below which a tile would be mostly empty, and work that is not worth a launch.
 NARROWEST, LEAST = 16, 2**22
@@ -130,8 +129,6 @@ def is_work(x: Tensor, outputs: int, kernel: Pair, padding: Pair) -> bool:
         return False
     if x.numel() * outputs * taps < LEAST * NARROWEST:
         return False
-    if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
-        return False
     return _agrees(x.device)
 
 
@@ -141,7 +138,7 @@ def by_pairs(x: Tensor, weight: Tensor, *, padding: Pair, dilation: Pair) -> Ten
     return convolved(pair, units, weight, padding=padding, dilation=dilation, like=x)
 
 
-@lru_cache(maxsize=16)
+@KernelTest
 def _agrees(device: torch.device) -> bool:
     """Whether the kernel runs here and gives what torch gives, each of its three products used."""
     draw = torch.Generator(device=device).manual_seed(7)

@@ -41,7 +41,6 @@ the kernel agreed with the plain form, by device.
 
 from __future__ import annotations
 
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -53,7 +52,7 @@ from noshuffle.clipping.forms import DenseGradient, OuterGradient, _norms
 from noshuffle.clipping.gram import TENSOR_CORE, allowance, smallest
 from noshuffle.clipping.products import roundoff
 from noshuffle.clipping.tolerance import RoundingTolerance
-from noshuffle.triton_shim import HAS_TRITON, constant, jit, tl
+from noshuffle.triton_shim import HAS_TRITON, KernelTest, constant, jit, tl
 
 Pair = tuple[int, int]
 #: Of windows and g, [B, K]; or, squared, of x and g, [blocks of channels, N, H, W], to be added up.
@@ -201,7 +200,7 @@ def _of_lengths(squared: Tensor, lengths: Lengths, widths: Pair, how: RoundingTo
     return out
 
 
-@lru_cache(maxsize=16)
+@KernelTest
 def _agrees(device: torch.device) -> bool:
     """Whether the kernel runs here on lengths, and agrees with the plain form."""
     draw = torch.Generator(device=device).manual_seed(7)
@@ -219,8 +218,6 @@ def _agrees(device: torch.device) -> bool:
 
 def _has_kernel(t: Tensor) -> bool:
     if not (HAS_TRITON and t.is_cuda) or get_proxy_mode() is not None:
-        return False
-    if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
         return False
     return _agrees(t.device)
 

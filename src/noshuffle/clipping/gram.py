@@ -19,7 +19,6 @@ True
 from __future__ import annotations
 
 import math
-from functools import lru_cache
 
 import numpy as np
 import torch
@@ -30,6 +29,7 @@ from noshuffle.clipping import gpu_kernels
 from noshuffle.clipping.products import HALF, bmm, roundoff
 from noshuffle.clipping.statefulness import is_wrapped
 from noshuffle.clipping.tolerance import RoundingTolerance
+from noshuffle.triton_shim import KernelTest
 
 #: Shorter sequences, or narrower maps, are no work for a kernel of their own.
 SHORTEST, NARROWEST = 2, 64
@@ -134,8 +134,6 @@ def _is_added_up(a: Tensor, g: Tensor) -> bool:
     It takes numbers in single precision, which the smallest of double precision are not.
     """
     is_it = _is_for_kernels(a, g) and torch.float64 not in (a.dtype, g.dtype)
-    if is_it and torch.cuda.is_current_stream_capturing():
-        is_it = bool(_adds_up.cache_info().currsize)
     return is_it and _adds_up(a.device)
 
 
@@ -150,7 +148,7 @@ def _of_written(
     return _increased(squared.double() + lost, spread, reach, tolerance)
 
 
-@lru_cache(maxsize=16)
+@KernelTest
 def _adds_up(device: torch.device) -> bool:
     """Whether the kernel of written gradients runs here and agrees with the plain form."""
     draw = torch.Generator(device=device).manual_seed(7)
@@ -165,7 +163,7 @@ def _adds_up(device: torch.device) -> bool:
     return torch.allclose(found, wanted, rtol=1e-5, atol=0.0)
 
 
-@lru_cache(maxsize=16)
+@KernelTest
 def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether the kernels run here and agree with the plain form."""
     draw = torch.Generator(device=device).manual_seed(7)
@@ -194,8 +192,6 @@ def has_kernel(a: Tensor, g: Tensor) -> bool:
     """Whether these two are work for the kernels of inner products."""
     is_it = _is_for_kernels(a, g) and a.dtype == g.dtype and roundoff(a) > 0.0
     if not is_it or a.shape[1] < SHORTEST or min(a.shape[2], g.shape[2]) < NARROWEST:
-        return False
-    if torch.cuda.is_current_stream_capturing() and not _is_good.cache_info().currsize:
         return False
     return _is_good(a.device, a.dtype)
 

@@ -15,8 +15,6 @@ False
 
 from __future__ import annotations
 
-from functools import lru_cache
-
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -24,7 +22,7 @@ from torch.nn import functional as F
 from noshuffle.clipping.conv_halves import laid_out
 from noshuffle.clipping.gpu_kernels import MOST_EXAMPLES
 from noshuffle.triton_shim import HAS_TRITON as HAS_TRITON
-from noshuffle.triton_shim import jit, tl
+from noshuffle.triton_shim import KernelTest, jit, tl
 
 #: Numbers of a group that a program holds at a time.
 MOST_HELD = 8192
@@ -160,12 +158,10 @@ def _fits(x: Tensor, g: Tensor, *, by_rows: bool) -> bool:
         return False
     if torch.float64 in (x.dtype, g.dtype) or len(x) > MOST_EXAMPLES:
         return False
-    if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
-        return False
     return _agrees(x.device, x.dtype, g.dtype, by_rows)
 
 
-@lru_cache(maxsize=32)
+@KernelTest
 def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, by_rows: bool) -> bool:
     """Whether a kernel runs here and gives what torch gives."""
     draw = torch.Generator(device=device).manual_seed(7)

@@ -28,6 +28,7 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import gpu_kernels
+from noshuffle.triton_shim import KernelTest
 
 HALF = (torch.float16, torch.bfloat16)
 #: Numbers from which on a kernel of its own is worth it.
@@ -177,7 +178,7 @@ def weighted(x: Tensor, y: Tensor, factors: Tensor) -> Tensor:
     return mm(x.reshape(-1, x.shape[2]).mT, y.reshape(-1, y.shape[2]))
 
 
-@lru_cache(maxsize=8)
+@KernelTest
 def _rescales(device: torch.device) -> bool:
     """Whether the kernel for it runs here, and agrees."""
     t = torch.arange(96.0, device=device, dtype=torch.bfloat16).reshape(2, 4, 12)
@@ -202,8 +203,7 @@ def is_rescaled(*tensors: Tensor) -> bool:
         is_it = t.is_cuda and t.numel() >= LARGE and t.dtype in (*HALF, torch.float32)
         if not is_it or t.dtype != tensors[0].dtype or not t.is_contiguous():
             return False
-    is_now = not torch.cuda.is_current_stream_capturing() or _rescales.cache_info().currsize
-    return bool(is_now) and _rescales(tensors[0].device)
+    return _rescales(tensors[0].device)
 
 
 def zeroed(t: Tensor, keep: Tensor) -> Tensor:

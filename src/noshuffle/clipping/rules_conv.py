@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -31,6 +31,7 @@ from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_f
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import affine, rule
 from noshuffle.clipping.shared_copies import copy_of
+from noshuffle.triton_shim import KernelTest
 
 #: Windows of fewer numbers are quickly written down, and their gradients where weights are small,
 #: or weights times windows: the CNN of `step_gpu`, with 2¹³ and 2²¹ numbers, takes 0.374 ms a step
@@ -256,8 +257,6 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
     if x.dtype is torch.float64 or windowed < fewest:
         return False
-    if torch.cuda.is_current_stream_capturing() and not _agrees.cache_info().currsize:
-        return False
     return _agrees(x.device, x.dtype, g.dtype, _is_paired(g))
 
 
@@ -283,7 +282,7 @@ def _fused(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> Convolu
     return Convolution(layer, x, g, size, sides, units=both, is_pair=is_pair, lengths=lengths)
 
 
-@lru_cache(maxsize=16)
+@KernelTest
 def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, is_pair: bool) -> bool:
     """Whether the kernels run here and give what the windows give.
 
