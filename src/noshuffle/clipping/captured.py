@@ -70,8 +70,12 @@ def _tensors(*trees: Any) -> list[Tensor]:
     return found
 
 
-def _memory(one: Tensor) -> int:
-    """Where the numbers of a tensor lie; 0 if nowhere (of `torch.func`, sparse, empty)."""
+def memory(one: Tensor) -> int:
+    """Where the numbers of a tensor begin, with all that share them.
+
+    0 if nowhere, or where nobody can say (of `torch.func`, sparse, empty). An address belongs to
+    one device: torch has host and GPUs in one address space.
+    """
     try:
         return one.untyped_storage().data_ptr()
     except (RuntimeError, NotImplementedError):
@@ -88,10 +92,10 @@ class CapturedTensors(TorchFunctionMode):
         super().__init__()
         own = _tensors(batch)
         self._size = len(own[0]) if own else 0
-        self._batch = {_memory(one) for one in own} - {0}
+        self._batch = {memory(one) for one in own} - {0}
         inside = [m for one in modules if isinstance(one, nn.Module) for m in one.modules()]
         kept = ([vars(m), *m.buffers(recurse=False)] for m in inside)
-        self._known = {_memory(one) for one in _tensors(list(kept))}
+        self._known = {memory(one) for one in _tensors(list(kept))}
         self._made: dict[int, weakref.ref[Tensor]] = {}
         self.of_batch: tuple[int, ...] | None = None
         self.like_batch: tuple[int, ...] | None = None
@@ -109,7 +113,7 @@ class CapturedTensors(TorchFunctionMode):
         made = self._made.get(id(one))
         if isinstance(one, nn.Parameter) or (made is not None and made() is one):
             return
-        where = _memory(one)
+        where = memory(one)
         if where in self._batch:
             self.of_batch = tuple(one.shape)
         elif where and where not in self._known and one.dim() and len(one) == self._size > 1:

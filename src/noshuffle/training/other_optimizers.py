@@ -32,6 +32,7 @@ from torch import Tensor, nn
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
+from noshuffle.clipping.captured import memory
 from noshuffle.errors import Unsupported
 from noshuffle.training.untraced import never_traced
 
@@ -97,12 +98,12 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     with _changing:
         runs = list(_trained.values())
     # Asked for anew each time: values may have been moved to another device meanwhile.
-    ids, places = {id(p) for p in given}, {memory(p) for p in given} - {None}
+    ids, places = {id(p) for p in given}, {_place(p) for p in given} - {0}
     for own_optimizer, parameters in runs:
         if own_optimizer == id(optimizer):  # refused by a hook of its own (`hooks.guard`)
             continue
         for name, parameter in parameters.items():
-            if id(parameter) in ids or memory(parameter) in places:
+            if id(parameter) in ids or _place(parameter) in places:
                 kind = type(optimizer).__name__
                 raise Unsupported(
                     f"this {kind} is not the optimizer of the private run that trains {name!r}, "
@@ -111,14 +112,6 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
                 )
 
 
-def memory(t: Tensor) -> int | None:
-    """Where the values of a tensor begin, with all that share them; None where nobody can say.
-
-    An address belongs to one device: torch has host and GPUs in one address space.
-    """
-    if type(t) is not nn.Parameter:
-        t = getattr(t, "_local_tensor", t)  # of a distributed tensor, this rank's part
-    try:
-        return t.untyped_storage().data_ptr() or None
-    except (RuntimeError, NotImplementedError):  # fake, functional and sparse tensors
-        return None
+def _place(t: Tensor) -> int:
+    """`memory` of a tensor; of a distributed one, that of this rank's part."""
+    return memory(t if type(t) is nn.Parameter else getattr(t, "_local_tensor", t))
