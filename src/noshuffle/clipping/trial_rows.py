@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
-from noshuffle.clipping.layers import NotNow
+from noshuffle.clipping.layers import NotNow, tensors
 from noshuffle.clipping.objective import Batch, batch_size, of_each, take
 
 FoundT = TypeVar("FoundT")
@@ -54,8 +54,8 @@ def usual(rows: Batch) -> Tensor:
     autograd need not agree where squares overflow.
     """
     fine = torch.ones(batch_size(rows), dtype=torch.bool, device="cpu")
-    for t in tree_leaves(rows):
-        if isinstance(t, Tensor) and t.is_floating_point() and t.numel():
+    for t in tensors(rows):
+        if t.is_floating_point() and t.numel():
             largest = t.detach().reshape(len(t), -1).abs().amax(1).double().cpu()
             fine &= largest <= UNUSUAL * largest.median().clamp(min=1.0)
     return (fine if bool(fine.any()) else ~fine).nonzero().flatten()
@@ -74,7 +74,7 @@ def unlike_pair(batch: Batch) -> Batch:
     loss may take no other label); integers, where nothing else differs, are put in reverse order.
     """
     few = first_rows(batch)
-    leaves = [t for t in tree_leaves(few) if isinstance(t, Tensor)]
+    leaves = tensors(few)
     differs = torch.stack([(t != t[:1]).reshape(len(t), -1).any(1).cpu() for t in leaves])
     other = int(differs.sum(0).argmax())
     alike = not bool(differs[:, other].any())
@@ -90,7 +90,7 @@ def unlike_pair(batch: Batch) -> Batch:
         return torch.cat([t[:1], _backwards(t[1:])]) if alike else t
 
     pair: Batch = tree_map(unlike, take(few, torch.tensor([0, other], device="cpu")))
-    if all(torch.equal(t[0], t[1]) for t in tree_leaves(pair) if isinstance(t, Tensor)):
+    if all(torch.equal(t[0], t[1]) for t in tensors(pair)):
         raise NotNow("all examples of the batch are the same")
     return pair
 
@@ -150,7 +150,7 @@ def extremes(pair: Batch, hows: Sequence[float] = EXTREMES) -> Iterator[Batch]:
     does nothing beside ordinary rows. Whole numbers stay: an index must lie in its table. None on a
     GPU, where a value that an operation refuses ends the process.
     """
-    numbers = [t for t in tree_leaves(pair) if isinstance(t, Tensor) and t.is_floating_point()]
+    numbers = [t for t in tensors(pair) if t.is_floating_point()]
     if any(t.device.type == "cpu" for t in numbers):
         for how in hows:
             yield tree_map(partial(_moved, how=how), pair)
@@ -175,8 +175,8 @@ def cut_short(pair: Batch) -> Iterator[tuple[Batch, Batch]]:
     """
     short = tree_map(_short, pair)
     yield short, tree_map(_first_of, short, pair)
-    for t in tree_leaves(pair):
-        if isinstance(t, Tensor) and t.dtype in _WHOLE and t.device.type == "cpu":
+    for t in tensors(pair):
+        if t.dtype in _WHOLE and t.device.type == "cpu":
             for value in IGNORED:
                 yield pair, tree_map(_first_of, pair, tree_map(partial(_ignored, t, value), pair))
 

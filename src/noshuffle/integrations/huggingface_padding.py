@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from noshuffle.clipping import ModelLoss
+from noshuffle.clipping.layers import tensors
 from noshuffle.clipping.objective import batch_size, take
 from noshuffle.errors import InvalidInput
 from noshuffle.integrations.huggingface_checks import is_indexable, spread_rows
@@ -90,7 +91,7 @@ def refuse_padding(
 
 
 def _shapes(batch: dict[str, Any]) -> list[Any]:
-    return [one.shape for one in tree_leaves(batch) if isinstance(one, Tensor)]
+    return [one.shape for one in tensors(batch)]
 
 
 def _are_alike(one: dict[str, Any], other: dict[str, Any]) -> bool:

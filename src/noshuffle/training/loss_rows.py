@@ -24,6 +24,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
+from noshuffle.clipping.layers import tensors
 from noshuffle.training.loss_branches import CallSite
 
 #: Functions whose arguments after the first are constants: of layers, and lengths of sequences.
@@ -64,12 +65,12 @@ class Call(NamedTuple):
     @property
     def given(self) -> list[Tensor]:
         """The tensors that it was given."""
-        return [one for one in tree_leaves((self.args, self.kwargs)) if isinstance(one, Tensor)]
+        return tensors((self.args, self.kwargs))
 
     @property
     def made(self) -> list[Tensor]:
         """The tensors that it made, or wrote to."""
-        made = [one for one in tree_leaves(self.result) if isinstance(one, Tensor)]
+        made = tensors(self.result)
         return [*made, self.args[0]] if self.name == "__setitem__" else made
 
 

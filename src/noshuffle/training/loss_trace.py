@@ -22,8 +22,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
-from torch.utils._pytree import tree_leaves
 
+from noshuffle.clipping.layers import tensors
 from noshuffle.training.generators import generators
 from noshuffle.training.loss_branches import CallSite
 from noshuffle.training.loss_numbers import MOST_NUMBERS, EarlierNumbers, values
@@ -68,7 +68,7 @@ class LossTrace(TorchFunctionMode):
         self.outputs, self.device = list(outputs), outputs[0].device
         self.sizes = {len(one) if one.dim() else 0 for one in outputs}
         self.starts = {one.grad_fn._sequence_nr() for one in outputs if one.grad_fn is not None}
-        given = [one for one in tree_leaves(inputs) if isinstance(one, Tensor)]
+        given = tensors(inputs)
         self.inputs = {memory(one) for one in given}
         self.examples = [  # what statistics of a batch may have been taken of
             one

@@ -21,9 +21,8 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
-from torch.utils._pytree import tree_leaves
 
+from noshuffle.clipping.layers import tensors
 from noshuffle.clipping.objective import take
 from noshuffle.release import digest, fingerprint
 from noshuffle.release.unit_ids import Ids
@@ -55,7 +54,7 @@ def block_prints(
     """Fingerprints of the blocks; a device is waited for once."""
     parts = [rows_of(batch, rows) for rows in blocks]
     digests: Any = itertools.repeat(None)
-    held = [[t for t in tree_leaves(part) if isinstance(t, Tensor)] for part in parts]
+    held = [tensors(part) for part in parts]
     if all(t.is_cuda for own in held for t in own):
         every = iter(digest.of_tensors(list(itertools.chain(*held)), secret))
         digests = [[next(every) for _ in own] for own in held]
