@@ -144,8 +144,7 @@ class Ghost:
             try:
                 return self._by_layers(model, loss_fn, batch, shape, shot, known, **whose)
             except NotByLayer as reason:
-                known.layers, known.reason = None, str(reason)
-                self._written_out.say(f"whole model written out per example: {reason}")
+                self._write_out(known, reason)
             except RuntimeError as error:
                 check.refuse_reentrant(error)
                 raise
@@ -297,8 +296,7 @@ class Ghost:
             self._written_out.say(f"one batch written out per example: {reason}")
             return _Known()
         except NotByLayer as reason:
-            self._written_out.say(f"whole model written out per example: {reason}")
-            known = _Known(reason=str(reason))
+            self._write_out(known := _Known(), reason)
             if isinstance(reason, Mixes) and mixes_at(
                 shape.size, model, loss_fn, batch, seed=FIXED[0]
             ):
@@ -309,6 +307,11 @@ class Ghost:
         known.findings, known.looks.kind = findings, kind
         seen[key] = known
         return known
+
+    def _write_out(self, known: _Known, reason: NotByLayer) -> None:
+        """Have the whole model written out per example from here on, and say why."""
+        known.layers, known.reason = None, str(reason)
+        self._written_out.say(f"whole model written out per example: {reason}")
 
     def is_apart(self, model: nn.Module, loss_fn: Loss, batch: Batch, *, calls: int) -> bool:
         """The same look, at so many calls of a step that does not come by here: a captured one."""
@@ -323,8 +326,7 @@ class Ghost:
                 engine=self._written_out,
             )  # fmt: skip
         except NotByLayer as reason:
-            known.layers, known.reason = None, str(reason)
-            self._written_out.say(f"whole model written out per example: {reason}")
+            self._write_out(known, reason)
         return known.layers is not None
 
     def look_soon(self) -> None:
