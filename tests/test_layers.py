@@ -16,6 +16,7 @@ LAYERS = {
     "errors": 0,
     "version": 0,
     "rounding": 0,
+    "lazy_names": 0,
     "user_warnings": 0,
     "one_owner": 0,
     "device_copy": 0,
@@ -78,6 +79,7 @@ TOGETHER = (
     },
 )
 WITHOUT_TORCH = {
+    "lazy_names",
     "rounding",
     "user_warnings",
     "owners",

@@ -14,9 +14,9 @@ Names are imported when they are first used, so that the mathematics never waits
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
+from noshuffle.lazy_names import lazily
 from noshuffle.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -67,11 +67,4 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"noshuffle.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'noshuffle' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazily(__name__, _HOMES)

@@ -25,8 +25,9 @@ and training with a given noise multiplier asks for no ε before its first step.
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from noshuffle.lazy_names import lazily
 
 if TYPE_CHECKING:
     from noshuffle.accounting import atoms as atoms
@@ -62,11 +63,4 @@ __all__ = [
 ]
 
 
-def __getattr__(name: str) -> Any:
-    if name in __all__:
-        return importlib.import_module(f"noshuffle.accounting.{name}")
-    raise AttributeError(f"module 'noshuffle.accounting' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+__getattr__, __dir__ = lazily(__name__, dict.fromkeys(__all__, ""))

@@ -15,12 +15,12 @@ every message, does not wait for the mathematics of the server.
 
 from __future__ import annotations
 
-import importlib
 import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from noshuffle.federated.telemetry import switch_off
+from noshuffle.lazy_names import lazily
 
 if TYPE_CHECKING:
     from noshuffle.federated.clients import LocalTraining as LocalTraining
@@ -52,14 +52,7 @@ _HOMES = {
 __all__ = list(_HOMES)
 
 
-def __getattr__(name: str) -> Any:
-    if name in _HOMES:
-        return getattr(importlib.import_module(f"noshuffle.federated.{_HOMES[name]}"), name)
-    raise AttributeError(f"module 'noshuffle.federated' has no attribute {name!r}")
-
-
-def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+__getattr__, __dir__ = lazily(__name__, _HOMES)
 
 
 class _FederatedModule(ModuleType):
