@@ -24,8 +24,11 @@ import numpy as np
 
 from noshuffle.auditing.emitted import Array
 
+#: Rounds over all directions, at most.
+_SWEEPS = 200
 
-def directions(X: Array, *, sweeps: int = 200) -> tuple[float, float]:
+
+def directions(X: Array) -> tuple[float, float]:
     """(an attack's value, a proved upper bound); equal where no entry is negative."""
     total, most = float(X.sum()), float(np.abs(X).sum())
     if total >= most * (1 - 1e-12):
@@ -35,7 +38,7 @@ def directions(X: Array, *, sweeps: int = 200) -> tuple[float, float]:
     u = np.random.default_rng(k).standard_normal((k, rank))
     u /= np.linalg.norm(u, axis=1, keepdims=True)
     off = X - np.diag(np.diag(X))
-    for _ in range(sweeps):
+    for _ in range(_SWEEPS):
         before = u.copy()
         for i in range(k):
             pull = off[i] @ u

@@ -133,7 +133,7 @@ def _is_added_up(a: Tensor, g: Tensor) -> bool:
 
     It takes numbers in single precision, which the smallest of double precision are not.
     """
-    is_it = _is_for_kernels(a, g) and torch.float64 not in (a.dtype, g.dtype)
+    is_it = _is_for_kernels(a) and torch.float64 not in (a.dtype, g.dtype)
     return is_it and _adds_up(a.device)
 
 
@@ -182,15 +182,15 @@ def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
-def _is_for_kernels(a: Tensor, g: Tensor) -> bool:
-    """Whether there are kernels for these two; one that is launched leaves no trace (make_fx)."""
+def _is_for_kernels(a: Tensor) -> bool:
+    """Whether there are kernels for a batch; one that is launched leaves no trace (make_fx)."""
     has_room = len(a) <= gpu_kernels.MOST_EXAMPLES
     return gpu_kernels.HAS_TRITON and a.is_cuda and has_room and get_proxy_mode() is None
 
 
 def has_kernel(a: Tensor, g: Tensor) -> bool:
     """Whether these two are work for the kernels of inner products."""
-    is_it = _is_for_kernels(a, g) and a.dtype == g.dtype and roundoff(a) > 0.0
+    is_it = _is_for_kernels(a) and a.dtype == g.dtype and roundoff(a) > 0.0
     if not is_it or a.shape[1] < SHORTEST or min(a.shape[2], g.shape[2]) < NARROWEST:
         return False
     return _is_good(a.device, a.dtype)

@@ -123,7 +123,7 @@ class StreamFit(TableFit):
         """A new stream; `rows` is the length of a table, None when rows come piece by piece."""
         # A number would be read as the square of the constant column, and half of one bounds less.
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
-        is_batch = rows is not None and self._is_batch(rows)
+        is_batch = rows is not None and self._is_batch()
         horizon = self.horizon if self.horizon is not None else rows
         if self.passes != 1 and horizon != rows:
             raise Unsupported(
@@ -158,7 +158,7 @@ class StreamFit(TableFit):
         if self.test_seed is not None:
             source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
         rule = self._rule(features, len(getattr(self, "classes_", ())))
-        is_batch = horizon is not None and self._is_batch(horizon)
+        is_batch = horizon is not None and self._is_batch()
         mechanism = identity() if is_batch else self.mechanism
         return LearningStream(
             ScoredRule(rule, self._SCORE.each) if self.release_score else rule,

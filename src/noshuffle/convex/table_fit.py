@@ -210,7 +210,7 @@ class TableFit(GradientFit):
                 "a mapping, or fit with solver='gd'"
             )
 
-    def _is_batch(self, rows: int) -> bool:
+    def _is_batch(self) -> bool:
         """Whether a table is one batch of every reading."""
         if self.solver_ == "sums":
             return not self._stream_settings()

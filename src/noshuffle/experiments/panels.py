@@ -90,8 +90,8 @@ def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str
     return [drawn[0], "|---" * len(heads) + "|", *drawn[1:]]
 
 
-def plain_ticks(axis: Any, values: Sequence[float], most: int = 6) -> None:
+def plain_ticks(axis: Any, values: Sequence[float]) -> None:
     """Some of these values below the axis, written out, and nothing between them."""
-    shown = values[:: max(1, -(-len(values) // most))]
+    shown = values[:: max(1, -(-len(values) // 6))]
     axis.set_xticks(shown, [f"{v:g}" if v < 1e4 else f"{v:,.0f}" for v in shown])
     axis.set_xticks([], minor=True)

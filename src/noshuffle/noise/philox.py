@@ -42,11 +42,11 @@ _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 Words4 = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def philox(counter: Words4, *, key: tuple[Tensor, Tensor], rounds: int = 10) -> Words4:
+def philox(counter: Words4, *, key: tuple[Tensor, Tensor]) -> Words4:
     """Philox4x32 of int64 tensors that hold 32-bit words and broadcast together."""
     x0, x1, x2, x3 = counter
     k0, k1 = key
-    for _ in range(rounds):
+    for _ in range(10):
         # The product may wrap past 2⁶³; its 64 bits are right, and the masks drop the sign.
         p0, p1 = x0 * _M0, x2 * _M1
         x0, x2 = ((p1 >> 32) ^ x1 ^ k0) & _MASK, ((p0 >> 32) ^ x3 ^ k1) & _MASK

@@ -41,6 +41,8 @@ SEVERAL_STEPS = 512
 SIGNS = (0.0, 0.3, 0.5, 0.7, 0.8, 0.9, 0.95, 1.0)
 #: Over-relaxation of the fixed point; one would be the plain iteration.
 POWER = 1.6
+#: Rounds of it for several participations, at most.
+_ROUNDS = 150
 
 
 class Dual(NamedTuple):
@@ -156,23 +158,21 @@ def sign_correlations(turns: int) -> Array:
     return np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
 
 
-def several_weights(places: int, *, turns: int, tolerance: float = 2e-3) -> Array:
+def several_weights(places: int, *, turns: int) -> Array:
     """Weights by sign correlation and place that a run of `turns` epochs ends with."""
     steps = np.arange(places)[:, None] + places * np.arange(turns)
     A = prefix().matrix(places * turns)
-    return _several(A, np.asarray(steps, dtype=np.intp), tolerance=tolerance)[1]
+    return _several(A, np.asarray(steps, dtype=np.intp), tolerance=2e-3)[1]
 
 
-def _several(
-    A: Array, steps: NDArray[np.intp], *, tolerance: float, most: int = 150
-) -> tuple[float, Array]:
+def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float) -> tuple[float, Array]:
     """The best bound met while weights of sign correlations and patterns rise, and the weights."""
     n, k = len(A), steps.shape[1]
     signs = sign_correlations(k)
     place = (steps[:, :, None] * (n + 1) + steps[:, None, :]).ravel()
     weights = np.ones((len(SIGNS), len(steps)))
     best = 0.0
-    for _ in range(most):
+    for _ in range(_ROUNDS):
         weights /= weights.sum()
         blocks = np.einsum("rp,rlm->plm", weights, signs).ravel()
         U = np.bincount(place, weights=blocks, minlength=(n + 1) ** 2)

@@ -44,7 +44,7 @@ def kappa(d: int, *, p: float) -> float:
 
 def convex(sizes: Sizes, *, p: float, smoothness: float = 1.0) -> tuple[Bound, ...]:
     """The table for convex losses at this p: upper bounds, and the lower one where it is known."""
-    _checked(sizes, p)
+    _checked(p)
     non_negative(smoothness=smoothness)
     if p == 1:
         return _l1(sizes, smoothness)
@@ -88,7 +88,7 @@ def _l1(s: Sizes, smoothness: float) -> tuple[Bound, ...]:
 def nonconvex(sizes: Sizes, *, p: float) -> Bound:
     """The Frank–Wolfe gap that is reached for smooth losses that need not be convex, 1 ≤ p ≤ 2."""
     s = sizes
-    _checked(s, p)
+    _checked(p)
     if p > 2:
         raise Unsupported(f"the nonconvex table covers 1 <= p <= 2, got p = {p:g}")
     if p == 1:
@@ -108,7 +108,7 @@ def weakly_convex(sizes: Sizes) -> Bound:
     )
 
 
-def _checked(sizes: Sizes, p: float) -> None:
+def _checked(p: float) -> None:
     if not isinstance(p, int | float) or not p >= 1:
         raise InvalidInput(f"p must be a number >= 1 (math.inf for the largest entry), got {p!r}")
 

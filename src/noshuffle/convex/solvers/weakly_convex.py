@@ -46,6 +46,9 @@ from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import InvalidInput, Unsupported, one_of, whole
 from noshuffle.optim.norms import Norm
 
+#: Noisy gradients of one round, at most.
+_STEPS = 128
+
 
 def rounds_for(*, rows: int, dimension: int, mu: float) -> int:
     """J = min(√n, (μn/√d)^{2/3}), a constant below it, at least 1: public numbers only."""
@@ -121,9 +124,7 @@ def weakly_convex(
     )
 
 
-def _proximal_round(
-    problem: Problem, centre: Array, *, norm: Norm, noise: str, steps: int = 128
-) -> Solution:
+def _proximal_round(problem: Problem, centre: Array, *, norm: Norm, noise: str) -> Solution:
     """One round for p < 2: T noisy full gradients of its rows, dual averaging around the centre."""
     loss, n, d = problem.loss, problem.n, problem.d
     smooth = norm.regular(d)
@@ -132,7 +133,7 @@ def _proximal_round(
     convexity = loss.weak_curvature * (loss.feature_bound * stretch) ** 2
     shape = shape_of(norm, d, rows=loss.row_norm, noise=noise)
     rho, currency = spending(problem, shape)
-    steps = min(steps, max(n, 8))
+    steps = min(_STEPS, max(n, 8))
     reach = problem.c * loss.lipschitz / n
     sigma = deviation(shape, sensitivity=reach, rho=rho / steps)
     release = releaser(problem, shape, steps=steps)

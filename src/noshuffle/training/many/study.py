@@ -337,7 +337,6 @@ def train_many(
     *,
     steps: int,
     batch_size: int,
-    on_step: Callable[[int], None] | None = None,
     **options: Any,
 ) -> tuple[Network, dict[str, Tensor]]:
     """Train every setting over the same batches; returns the networks and their parameters.
@@ -351,8 +350,6 @@ def train_many(
         if study.done == steps:
             break
         study.step(x, y, weights=weights)
-        if on_step is not None:
-            on_step(study.done)
     if study.done < steps:
         raise InvalidInput(f"{steps} steps were planned, the data gave {study.done}")
     return study._chosen(), study.params
