@@ -43,6 +43,7 @@ from noshuffle.participation import (
 )
 from noshuffle.plan import Plan
 from noshuffle.plan_accountant import direction_of, renyi_law, sampled_release
+from noshuffle.release.spending import gaussian_sum
 from noshuffle.statement import PrivacyStatement
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
@@ -83,7 +84,7 @@ def total(costs: Iterable[Cost]) -> Cost:
     Guarantees: the sums are rounded up. Exact where every run is Gaussian and exact itself.
     """
     runs = list(costs)
-    mu = math.sqrt(math.fsum(run.mu**2 for run in runs))
+    mu = gaussian_sum([run.mu for run in runs])
     slack, pure = (math.fsum(getattr(run, name) for run in runs) for name in ("slack", "pure"))
     # δ − s cancels where s is nearly δ: an ulp more is on the safe side
     return Cost(mu, slack * (1 + 1e-15), pure, all(run.is_exact for run in runs))

@@ -15,7 +15,6 @@ each is one Gaussian mechanism and their noise is independent. No state.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
@@ -26,6 +25,7 @@ from noshuffle.clipping import Flat
 from noshuffle.clipping.check import trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, non_negative, positive, whole
 from noshuffle.plan import Plan
+from noshuffle.release.spending import gaussian_sum
 from noshuffle.strategies import Strategy
 
 
@@ -75,7 +75,7 @@ def joint_mu(plans: Iterable[Plan]) -> float:
     found = [plan.mu() for plan in plans]
     if None in found:
         raise Unsupported("a sampled plan has no μ; add up the ε of such runs instead")
-    return math.sqrt(sum(mu * mu for mu in found if mu is not None))
+    return gaussian_sum([mu for mu in found if mu is not None])
 
 
 def check_settings(
