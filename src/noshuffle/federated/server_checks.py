@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -14,6 +13,7 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import delicate, trainable
 from noshuffle.errors import InvalidInput, Unsupported, callables, instance_of, whole
 from noshuffle.federated.cohort import UserId
+from noshuffle.optim.constraints import joint_norm
 from noshuffle.plan import Plan
 from noshuffle.release import guard
 from noshuffle.release.fingerprint import settings_of
@@ -94,7 +94,7 @@ def checked_sum(
     for name in shapes:
         wide = torch.promote_types(values[name].dtype, torch.float32)
         own[name] = values[name].detach().to(wide, copy=True)
-    length = math.sqrt(sum(float(v.double().square().sum()) for v in own.values()))
+    length = joint_norm(list(own.values()))
     if not length <= clip_norm * users * (1 + 1e-5):
         raise InvalidInput(
             f"{users} deltas of norm at most {clip_norm:g} cannot sum to norm {length:g}; clip "
