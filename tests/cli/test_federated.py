@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.runs import same
 
 from noshuffle.cli import main
 from noshuffle.cli.federated import federated
@@ -59,10 +60,6 @@ def last_model(path: Path) -> dict[str, torch.Tensor]:
         "model"
     ]
     return model
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 @pytest.fixture(scope="module")

@@ -4,6 +4,7 @@ from functools import partial
 
 import pytest
 import torch
+from tests.clipping.twin import flat
 from torch import nn
 from torch.nn import functional as F
 
@@ -13,10 +14,6 @@ from noshuffle.clipping.forms import OuterGradient
 from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.per_example import one_at_a_time
 from noshuffle.errors import Unsupported
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
 
 
 def batch(size=6, *shape):

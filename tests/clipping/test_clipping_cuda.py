@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from tests.clipping.twin import flat
 from torch import nn
 from torch.nn import functional as F
 
@@ -19,10 +20,6 @@ def tf32():
     torch.set_float32_matmul_precision("high")
     yield
     torch.set_float32_matmul_precision(before)
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
 
 
 def true_squares(a, g):

@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+from tests.clipping.twin import flat
 from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -17,10 +18,6 @@ from noshuffle.errors import InvalidInput, Unsupported
 
 ENGINES = [PerExample, Ghost]
 both = pytest.mark.parametrize("engine", ENGINES)
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
 
 
 def small(dtype=torch.float64):

@@ -4,6 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.clipping.twin import flat
 from torch import nn
 from torch.nn import functional as F
 
@@ -15,10 +16,6 @@ from noshuffle.clipping.microbatches import Need, decide, microbatches
 from noshuffle.errors import InvalidInput
 
 GIB = 2**30
-
-
-def flat(values):
-    return torch.cat([v.double().reshape(-1) for v in values.values()])
 
 
 def small():

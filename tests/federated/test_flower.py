@@ -38,6 +38,7 @@ from flwr.clientapp import ClientApp
 from flwr.proto.node_pb2 import NodeInfo
 from flwr.serverapp import Grid
 from flwr.supercore.task_identity import TaskIdentity
+from tests.runs import same
 
 from noshuffle.federated.flower import (
     Handshake,
@@ -197,10 +198,6 @@ def strategy_of(rounds: Rounds, **more: Any) -> PrivateStrategy:
 def simulated(rounds: Rounds, **more: Any) -> dict[str, torch.Tensor]:
     settings = {"local": LOCAL, "check_ins": order, "vectorise": True, **more}
     return simulate(rounds, Model(), TASK, **settings).parameters
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def test_it_is_the_simulation_bit_for_bit(lines: list[str]) -> None:

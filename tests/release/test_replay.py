@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from tests.runs import kept
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
@@ -74,11 +75,6 @@ def make(driver: str = "eager", path: Path | None = None, **options: Any) -> Pri
 
 
 DRIVERS = ["eager", "per example", "compiled"]
-
-
-def kept(private: Private) -> dict[str, Any]:
-    state = private.state_dict()
-    return {**state, "model": {k: v.clone() for k, v in state["model"].items()}}
 
 
 def step(private: Private, t: int = 0, loss: Any = LOSS) -> None:

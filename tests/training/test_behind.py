@@ -12,6 +12,7 @@ import warnings
 import numpy as np
 import pytest
 import torch
+from tests.runs import kept
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss
@@ -138,11 +139,6 @@ def test_the_order_is_strict_for_replays_parts_and_dropped_batches(elsewhere, mo
         step.add(LOSS, (x[:2], y[:2]), ids=ids[:2])
         step.add(LOSS, (x[2:], y[2:]), ids=ids[2:], is_last=True)
     make(on_violation="drop").step(LOSS, x, y)
-
-
-def kept(private):
-    state = private.state_dict()
-    return {**state, "model": {k: v.clone() for k, v in state["model"].items()}}
 
 
 @pytest.mark.parametrize("is_late", [True, False])

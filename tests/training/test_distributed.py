@@ -30,6 +30,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
+from tests.runs import same
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -588,10 +589,6 @@ def worlds(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 def everywhere(worlds: Seen, scenario: str, key: str = "parameters") -> list[Any]:
     return [seen[scenario][key] for ranks in worlds.values() for seen in ranks]
-
-
-def same(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
 def truth() -> tuple[dict[str, torch.Tensor], list[float]]:

@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors import SafetensorError
+from tests.runs import weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
@@ -43,10 +44,6 @@ def make(run=None, rule=RULE, seed=1, **options):
     )
     settings = {"clip_norm": 1.0, "batch_size": 5, "source": test_source(seed=seed), **options}
     return privatize(model, optimizer, plan, run=run, **settings)
-
-
-def weights(private):
-    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
 
 
 def batches():

@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from tests.runs import agree
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
@@ -56,11 +57,6 @@ def make(model, **options):
         source=test_source(seed=1),
         **options,
     )
-
-
-def agree(a, b):
-    for p, q in zip(a.parameters(), b.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum"])

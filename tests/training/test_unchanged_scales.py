@@ -7,6 +7,7 @@ from weakref import WeakSet
 
 import pytest
 import torch
+from tests.runs import agree
 from torch import nn
 from torch.nn import functional as F
 
@@ -53,11 +54,6 @@ class Functional(Plain):
     def forward(self, x):
         hidden = self[1](self[0](x))
         return self[2](hidden * (torch.rand_like(hidden) > 0.4))
-
-
-def agree(a, b):
-    for p, q in zip(a.parameters(), b.parameters()):
-        torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.parametrize("kind", [net, Functional])

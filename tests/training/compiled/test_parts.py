@@ -7,6 +7,8 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from tests.runs import weights
+from tests.training.compiled.test_step import Mixing
 from torch import nn
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
@@ -63,10 +65,6 @@ def make(*, compiled, rule=None, strategy=None, optimizer=sgd, model=None, unit=
 
 def twins(**options):
     return [make(compiled=compiled, **options) for compiled in (False, True)]
-
-
-def weights(private):
-    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
 
 
 def in_parts(private, t, sizes, *, has_ids=True, ids=None, xy=None, loss=LOSS):
@@ -539,15 +537,6 @@ def test_losses_that_cannot_be_captured_and_other_batches():
                 part = {"rows": x[at : at + 4]}, y[at : at + 4]
                 step.add(model, part, ids=np.arange(at, at + 4))
     alike(slow, fast)
-
-
-class Mixing(nn.Module):
-    """Examples are apart for as long as somebody wants."""
-
-    wanted = False
-
-    def forward(self, x):
-        return x + x.mean(0) if self.wanted else x
 
 
 def test_a_model_that_begins_to_mix_is_found_out_in_parts(monkeypatch):

@@ -5,6 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from tests.runs import weights
+from tests.training.compiled.test_parts import sums_are_gone
+from tests.training.compiled.test_step_cuda import data, network, sgd
+from tests.training.compiled.test_step_cuda import plain_adam as adam
 from torch import nn
 
 from noshuffle.errors import ParticipationViolation, ReplayRefused
@@ -14,46 +18,14 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
 from noshuffle.training import privatize, verify
 from noshuffle.training.compiled.parts import StepInParts
-from noshuffle.training.models import build
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 LOSS = nn.CrossEntropyLoss()
 SIZE = 16
 CLOSE = {"rtol": 1e-3, "atol": 1e-4}
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    """Full single precision, so that two ways can be compared."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
-
-
-@pytest.fixture
-def off_grid(monkeypatch):
-    """Twins are compared before the noise's grid, which would hide or enlarge what differs."""
-    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
-
-
-def network():
-    torch.manual_seed(0)
-    return build("small_cnn", (1, 8, 8), 10).cuda()
-
-
-def data(n=64, seed=1):
-    g = torch.Generator().manual_seed(seed)
-    x, y = torch.randn(n, 1, 8, 8, generator=g), torch.randint(10, (n,), generator=g)
-    return x.cuda(), y.cuda()
-
-
-def sgd(model):
-    return torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9, weight_decay=0.01)
-
-
-def adam(model):
-    return torch.optim.Adam(model.parameters(), lr=0.02)
 
 
 def rmsprop(model):
@@ -78,10 +50,6 @@ def twins(**options):
     return [make(compile=compile, **options) for compile in (False, "auto")]
 
 
-def weights(private):
-    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
-
-
 def in_parts(private, t, sizes, *, has_ids=True, ids=None, xy=None):
     (x, y), at = xy or data(), SIZE * (t % 4)
     with private.accumulate() as step:
@@ -97,12 +65,6 @@ def single(private, t, *, has_ids=True):
     (x, y), rows = data(), slice(SIZE * (t % 4), SIZE * (t % 4) + SIZE)
     ids = range(rows.start, rows.stop) if has_ids else None
     return private.step(LOSS, x[rows], y[rows], ids=ids)
-
-
-def sums_are_gone(private):
-    sums = private._sums
-    raw = [v for p in sums._programs.values() if p is not None for v in p.values.values()]
-    return sums._step is None and not any(bool(v.any()) for v in [*sums.total.values(), *raw])
 
 
 @pytest.mark.parametrize("optimizer", [sgd, adam, rmsprop])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from tests.runs import weights
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, PerLayer
@@ -122,10 +123,6 @@ def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(monkeypatc
 
 def adam(model):
     return torch.optim.Adam(model.parameters(), lr=0.05)
-
-
-def weights(private):
-    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
 
 
 def walk(private, steps, *, sizes=(8, 8, 8, 5), has_ids=True, start=0):

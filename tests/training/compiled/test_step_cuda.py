@@ -7,6 +7,7 @@ import gc
 
 import pytest
 import torch
+from tests.runs import weights
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, PerExample
@@ -23,7 +24,10 @@ from noshuffle.training.compiled.graphs import Captured, warmed
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.models import build
 
-pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+pytestmark = [
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+    pytest.mark.usefixtures("exact_products"),
+]
 LOSS = nn.CrossEntropyLoss()
 SIZE = 16
 
@@ -42,12 +46,6 @@ def data(n=64, seed=1):
 #: Two ways whose sums differ in their last bits meet neighbouring points of the noise's grid now
 #: and then (2⁻¹² here); noise of another step or scale would show as 1e-2 and more.
 CLOSE, CELLS = {"rtol": 1e-3, "atol": 1e-4}, {"rtol": 1e-2, "atol": 3e-3}
-
-
-@pytest.fixture
-def off_grid(monkeypatch):
-    """Twins are compared before the noise's grid, which would hide or enlarge what differs."""
-    monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
 
 
 def sgd(model):
@@ -74,10 +72,6 @@ def make(*, compile, rule=None, strategy=None, optimizer=sgd, model=None, z=0.5,
     return privatize(model, optimizer(model), plan, compile=compile, **settings)
 
 
-def weights(private):
-    return torch.cat([p.detach().reshape(-1) for p in private.model.parameters()])
-
-
 def walk(private, steps, *, sizes=(16, 16, 16, 11), has_ids=True, start=0):
     x, y = data()
     for t in range(start, start + steps):
@@ -85,15 +79,6 @@ def walk(private, steps, *, sizes=(16, 16, 16, 11), has_ids=True, start=0):
         rows = slice(begin, begin + sizes[t % 4])
         ids = range(rows.start, rows.stop) if has_ids else None
         yield private.step(LOSS, x[rows], y[rows], ids=ids)
-
-
-@pytest.fixture(autouse=True)
-def _exact_products():
-    """Full single precision, so that two ways can be compared."""
-    before = torch.backends.cudnn.allow_tf32
-    torch.backends.cudnn.allow_tf32 = False
-    yield
-    torch.backends.cudnn.allow_tf32 = before
 
 
 @pytest.mark.parametrize("optimizer", [sgd, ftrl, adam, plain_adam])
