@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
+import os
+import pickle
 import random
 import sqlite3
+import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,6 +21,7 @@ from noshuffle import Budget, Plan, Poisson, PrivateSum, SinglePass, tune
 from noshuffle.accounting import gaussian, renyi
 from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
 from noshuffle.budget import Trial
+from noshuffle.budget import trial as trials
 from noshuffle.budget.search import _noisy
 from noshuffle.errors import BudgetExceeded, InvalidInput, Unsupported
 from noshuffle.noise import test_source as make_source
@@ -149,6 +155,52 @@ def test_a_run_cannot_cost_more_than_its_share(tmp_path: Path) -> None:
         tune(lambda s, t: (run(s, t)[0], 0.5), [1.0], epsilon=1.0, delta=DELTA)
     public = tune(lambda s, t: (run(s, t)[0], s), [0.5], epsilon=1.0, score_share=0.0)
     assert public.score == 0.5
+
+
+def test_runs_in_other_processes_are_not_let_in() -> None:
+    """What a worker's copy of a trial counts would be added up by nobody."""
+
+    def pickled(setting: float, trial: Trial) -> tuple[Any, Any]:
+        assert run(setting, trial)
+        return run(setting, pickle.loads(pickle.dumps(trial)))
+
+    with pytest.raises(Unsupported, match="copy of what a run of a search draws on"):
+        tune(pickled, [1.0], epsilon=1.0, delta=DELTA)
+
+    def forked(setting: float, trial: Trial) -> tuple[Any, Any]:
+        if (child := os.fork()) == 0:
+            try:
+                run(setting, trial)
+            except Unsupported:
+                os._exit(7)
+            os._exit(0)
+        assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 7
+        return run(setting, trial)
+
+    tune(forked, [1.0], epsilon=1.0, delta=DELTA)
+    found = tune(lambda s, t: (t, run(s, t)[1]), [1.0], epsilon=1.0, delta=DELTA)
+    assert pickle.loads(pickle.dumps(found)).statement == found.statement  # a result may be kept
+
+
+def test_threads_of_a_run_do_not_pass_its_share_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    known, meet = trials.total, threading.Barrier(2)
+
+    def slow(costs: Any) -> Any:
+        found = known(costs)
+        with contextlib.suppress(threading.BrokenBarrierError):
+            meet.wait(0.2)  # both have looked before one of them is written down
+        return found
+
+    monkeypatch.setattr(trials, "total", slow)
+
+    def both(setting: float, trial: Trial) -> tuple[Any, Any]:
+        with ThreadPoolExecutor(2) as pool:
+            asked = [pool.submit(run, setting, trial) for _ in range(2)]
+            errors = [one.exception() for one in asked]
+        assert sorted(type(one).__name__ for one in errors) == ["BudgetExceeded", "NoneType"]
+        return next(one.result() for one in asked if one.exception() is None)
+
+    tune(both, [1.0], epsilon=1.0, delta=DELTA)
 
 
 def test_scores_have_their_noise() -> None:

@@ -6,6 +6,7 @@ tune     the best of many settings by a score, at the price of a bound on repeti
 
 from noshuffle.budget.budget import Budget
 from noshuffle.budget.cost import Cost, cost_of
-from noshuffle.budget.search import Trial, Tuned, tune
+from noshuffle.budget.search import Tuned, tune
+from noshuffle.budget.trial import Trial
 
 __all__ = ["Budget", "Cost", "Trial", "Tuned", "cost_of", "tune"]

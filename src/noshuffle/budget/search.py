@@ -17,8 +17,7 @@ import math
 import secrets
 import sqlite3
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -26,11 +25,9 @@ import numpy as np
 from noshuffle.accounting import gaussian
 from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
 from noshuffle.budget.budget import Budget
-from noshuffle.budget.cost import Cost, cost_of, total
+from noshuffle.budget.trial import Trial
 from noshuffle.errors import (
-    BudgetExceeded,
     InvalidInput,
-    Unsupported,
     callables,
     instance_of,
     one_of,
@@ -40,89 +37,16 @@ from noshuffle.errors import (
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
 from noshuffle.release.facts import OTHER_RUNS
-from noshuffle.release.unit_ids import Ids
-from noshuffle.rounding import down, up
+from noshuffle.rounding import up
 from noshuffle.statement import PrivacyStatement
 from noshuffle.user_warnings import warn_user
 
 #: Called with a setting and a trial; gives back a result and its scores.
 RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
-INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
 _SECRET = (
     "Only the best run was released: its setting, its result and its {score}. {secret}, and "
     "everything of the others stays secret."
 )
-
-
-@dataclass
-class Trial:
-    """What one run of a search draws on: give it as `budget=`, and plan for its `epsilon`."""
-
-    epsilon: float
-    delta: float
-    neighbours: str
-    unit: str
-    costs: list[Cost] = field(default_factory=list)
-    barred: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    id_secret: bytes | None = None
-    origin: str = "search"
-    #: Why no ε holds for a run of it, if that was found out.
-    not_private: str = ""
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
-        return self
-
-    def open(
-        self,
-        what: str,
-        statement: PrivacyStatement,
-        *,
-        run: Path | None = None,
-        **more: Any,
-    ) -> Trial:
-        """Let a run in if the runs of this trial stay within its share."""
-        if run is not None:
-            raise Unsupported("runs of a search leave no trace: leave out run=, keep the best")
-        self._refuse_others(statement, what)
-        cost = cost_of(statement, delta=self.delta, neighbours=self.neighbours)
-        if not total([*self.costs, cost]).epsilon(self.delta) <= self.epsilon:
-            raise BudgetExceeded(
-                f"one run of this search may cost ε = {down(self.epsilon)} at "
-                f"δ = {up(self.delta)}, {what} would cost {up(cost.epsilon(self.delta))}; "
-                "fit plans for trial.epsilon"
-            )
-        self.costs.append(cost)
-        return self
-
-    @property
-    def name(self) -> str:
-        return self.origin
-
-    def identify(self, kind: str) -> None:
-        """Units are not followed inside a search."""
-
-    def settle(self, statement: PrivacyStatement, **more: Any) -> None:
-        """Nothing is given back: the bound is on a run as it was planned. One that turned out to be
-        no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
-        if statement.epsilon > 0:
-            self._refuse_others(statement, statement.mechanism)
-            if statement.not_private:
-                self.mark_not_private(" ".join(statement.not_private))
-
-    def mark_not_private(self, why: str) -> None:
-        """Then the choice among the runs is not private either."""
-        self.not_private = why
-
-    def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
-        if statement.unit != self.unit or statement.mu is None:
-            raise Unsupported(
-                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
-                f"{self.unit}; {what} does not"
-            )
-
-    def words(self) -> str:
-        """For the statement of the run itself."""
-        return INSIDE
 
 
 @dataclass(frozen=True)

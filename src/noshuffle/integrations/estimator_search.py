@@ -28,7 +28,8 @@ from sklearn.base import clone, is_classifier
 from sklearn.utils import _safe_indexing, indexable
 
 from noshuffle.budget.budget import Budget
-from noshuffle.budget.search import INSIDE, Trial, Tuned, tune
+from noshuffle.budget.search import Tuned, tune
+from noshuffle.budget.trial import INSIDE, Trial
 from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, open_unit
 from noshuffle.release.repeated import RepeatedFit
