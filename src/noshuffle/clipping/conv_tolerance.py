@@ -47,7 +47,7 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from noshuffle.clipping import gpu_kernels, gram
+from noshuffle.clipping import gram
 from noshuffle.clipping.forms import DenseGradient, OuterGradient, _norms
 from noshuffle.clipping.gram import TENSOR_CORE, allowance, smallest
 from noshuffle.clipping.products import roundoff
@@ -228,8 +228,7 @@ def of_windows(outer: OuterGradient, written: Tensor | None = None) -> Tensor:
     widths = a.shape[2], g.shape[2]
     how = tolerance(g, *widths)
     if written is None and not outer.is_small():
-        by_products = gpu_kernels.squares if gram.has_kernel(a, g) else gram.bounded
-        return by_products(a, g, how)
+        return gram.raised(a, g, how)
     squared = DenseGradient(outer.dense() if written is None else written).squares()
     lengths = _norms(a, stretch=64), _norms(g, stretch=64)
     run = _of_lengths if _has_kernel(squared) else raised

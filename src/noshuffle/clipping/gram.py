@@ -6,8 +6,8 @@
 
 The last two say how much rounding can have moved the first (see `forms`); `squares` adds that much.
 On a GPU with Triton, where products run on tensor cores anyway (half precision, or TF32 allowed),
-two kernels do all of it, once they agreed with the plain form. State: whether they did, per device
-and type.
+two kernels do all of it; elsewhere they do what comes after the inner products. State: whether they
+agreed with the plain form, per device and type.
 
 >>> import torch
 >>> a, g = torch.randn(3, 4, 5), torch.randn(3, 4, 2)
@@ -102,8 +102,17 @@ def rounding_tolerance(a: Tensor, g: Tensor) -> RoundingTolerance:
     return RoundingTolerance(smallest(g.dtype), growth, moved, share)
 
 
-def bounded(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
+def raised(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
     """The squared norm from inner products, increased by what rounding may have taken."""
+    if has_kernel(a, g):
+        return gpu_kernels.squares(a, g, tolerance)
+    if _reads_tables(a, g):
+        return gpu_kernels.of_tables(inner(a), inner(g), (a.shape[2], g.shape[2]), tolerance)
+    return bounded(a, g, tolerance)
+
+
+def bounded(a: Tensor, g: Tensor, tolerance: RoundingTolerance) -> Tensor:
+    """The same by operations of torch."""
     total, spread, reach, lost = sums(a, g, tiny=tolerance.tiny)
     return _increased(total + lost, spread, reach, tolerance)
 
@@ -182,6 +191,30 @@ def _is_good(device: torch.device, dtype: torch.dtype) -> bool:
     return True
 
 
+def _reads_tables(a: Tensor, g: Tensor) -> bool:
+    """Whether a kernel reads the inner products; those of double precision are left to torch."""
+    if not _is_for_kernels(a) or torch.float64 in (a.dtype, g.dtype) or not a.shape[1]:
+        return False
+    return not (is_wrapped(a) or is_wrapped(g)) and _reads(a.device)
+
+
+@KernelTest
+def _reads(device: torch.device) -> bool:
+    """Whether that kernel runs here and agrees with the plain form."""
+    draw = torch.Generator(device=device).manual_seed(7)
+    for steps in (2, 5, 130):  # less than a block, and more than a program takes
+        a, g = (torch.randn(3, steps, w, device=device, generator=draw) for w in (9, 70))
+        a[1], g[1] = a[1] * 1e-21, g[1] * 1e15  # squares that vanish, and would have mattered
+        how = RoundingTolerance(smallest(a.dtype), growth=3e-7, moved=2.0**-9, allowance=1e-6)
+        try:
+            found = gpu_kernels.of_tables(inner(a), inner(g), (9, 70), how)
+        except Exception:  # a compiler may fail in any way; the plain form is always there
+            return False
+        if not torch.allclose(found, bounded(a, g, how), rtol=1e-6, atol=0.0):
+            return False
+    return True
+
+
 def _is_for_kernels(a: Tensor) -> bool:
     """Whether there are kernels for a batch; one that is launched leaves no trace (make_fx)."""
     has_room = len(a) <= gpu_kernels.MOST_EXAMPLES
@@ -202,5 +235,4 @@ def squares(a: Tensor, g: Tensor) -> Tensor:
     Guarantees: with f ≤ c/√squares, the example's part of a product weighted by f has norm at most
     c, in exact arithmetic up to the rounding model of `forms`.
     """
-    run = gpu_kernels.squares if has_kernel(a, g) else bounded
-    return run(a, g, rounding_tolerance(a, g))
+    return raised(a, g, rounding_tolerance(a, g))
