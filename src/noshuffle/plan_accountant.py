@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from noshuffle import accounting
+from noshuffle.accounting.bisection import bracket
 from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import (
     BallsInBins,
@@ -233,10 +234,7 @@ def group_epsilon(plan: Any, size: int) -> float:
         low, high = high, 1.5 * high + 0.01
         if high > min(1e4, most):
             return most
-    while high - low > 1e-3 * high:
-        middle = 0.5 * (low + high)
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return min(most, size * high)
+    return min(most, size * bracket(fits, low, high, tolerance=1e-3)[1])
 
 
 def _for_group(plan: Any, size: int) -> Any:

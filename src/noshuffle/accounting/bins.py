@@ -26,12 +26,14 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 from scipy import fft as sfft
 from scipy.special import ndtr, ndtri
 
 from noshuffle.accounting import gaussian
+from noshuffle.accounting.bisection import bracket, ratio_bracket
 from noshuffle.accounting.loss_sum import power_error
 from noshuffle.errors import non_negative, open_unit, positive
 
@@ -72,13 +74,8 @@ class Overlaps:
         positive(noise_multiplier=noise_multiplier)
         best = gaussian.epsilon(mu=self.mu(noise_multiplier), delta=delta)
         for ratio in self._ratios(noise_multiplier, delta):
-            if ratio.delta(best * (1 - 1e-6)) > delta:
-                continue
-            low, high = 0.0, best
-            while high - low > 1e-6 * high:
-                middle = 0.5 * (low + high)
-                low, high = (low, middle) if ratio.delta(middle) <= delta else (middle, high)
-            best = high
+            if ratio.delta(best * (1 - 1e-6)) <= delta:
+                _, best = bracket(partial(ratio.is_within, delta), 0.0, best, tolerance=1e-6)
         return best
 
     def noise_multiplier(self, *, epsilon: float, delta: float) -> float:
@@ -87,12 +84,11 @@ class Overlaps:
         open_unit(delta=delta)
         high = math.sqrt(self.classes[0][2]) / gaussian.mu(epsilon=epsilon, delta=delta)
         high *= 1 + 1e-12
-        low = high / 64
-        while high > low * (1 + 1e-5):
-            middle = math.sqrt(low * high)
-            is_enough = any(ratio.delta(epsilon) <= delta for ratio in self._ratios(middle, delta))
-            low, high = (low, middle) if is_enough else (middle, high)
-        return high
+
+        def is_enough(noise: float) -> bool:
+            return any(ratio.delta(epsilon) <= delta for ratio in self._ratios(noise, delta))
+
+        return ratio_bracket(is_enough, high / 64, high, tolerance=1e-5)[1]
 
     def _ratios(self, noise: float, delta: float) -> Iterator[MeanRatio]:
         for count, common, own in self.classes:
@@ -111,6 +107,10 @@ class MeanRatio:
     common: float
     rounding: Array
     rest: float
+
+    def is_within(self, delta: float, epsilon: float) -> bool:
+        """Whether δ at ε is at most this one."""
+        return self.delta(epsilon) <= delta
 
     def delta(self, epsilon: float) -> float:
         non_negative(epsilon=epsilon)

@@ -19,6 +19,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from noshuffle.accounting.bisection import ratio_bracket
 from noshuffle.accounting.moved_draws import WeightedDraws
 
 #: Relative steps of the ε that are tested.
@@ -71,11 +72,7 @@ class MeanTest:
 
 def _rising(is_reached: Callable[[float], bool]) -> float:
     """Where a statement becomes true, to 1e-5, relative, on its far side; 1 where it never does."""
-    low, high = 1e-18, 1.0
-    while high > low * (1 + 1e-5):
-        middle = math.sqrt(low * high)
-        low, high = (low, middle) if is_reached(middle) else (middle, high)
-    return high
+    return ratio_bracket(is_reached, 1e-18, 1.0, tolerance=1e-5)[1]
 
 
 def lowest(holds: Callable[[float], bool], start: float) -> float:

@@ -31,6 +31,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from noshuffle.accounting.bisection import bracket
 from noshuffle.accounting.loss_distribution import GridLoss, above, below, merged
 from noshuffle.accounting.loss_sum import Tail, tail_of
 from noshuffle.accounting.mixture import Joined, Pair
@@ -95,16 +96,14 @@ def epsilon_of(blocks: Sequence[Block], *, delta: float, is_upper: bool) -> floa
     bounds: list[_OneJump | _OneOutcome] = [_bound(blocks, cap, delta=delta, is_upper=is_upper)]
     if not is_upper:
         bounds += [_merged(blocks, share, delta=delta) for share in (1e-2, 1e-4, 1e-6)]
-    low, high = 0.0, scout_of(blocks, log_delta=math.log(delta)).epsilon
+    most = scout_of(blocks, log_delta=math.log(delta)).epsilon
 
-    def value(epsilon: float) -> float:
-        return max(bound.delta(epsilon) for bound in bounds)
+    def fits(epsilon: float) -> bool:
+        return not max(bound.delta(epsilon) for bound in bounds) > delta
 
-    if value(high) > delta:
-        return math.inf if is_upper else high
-    while high - low > 1e-6 * high:
-        middle = 0.5 * (low + high)
-        low, high = (middle, high) if value(middle) > delta else (low, middle)
+    if not fits(most):
+        return math.inf if is_upper else most
+    low, high = bracket(fits, 0.0, most, tolerance=1e-6)
     return high if is_upper else low
 
 

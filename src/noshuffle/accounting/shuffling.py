@@ -25,6 +25,7 @@ import math
 import numpy as np
 from scipy.special import bdtr, bdtrc, betainc, gammaln, xlog1py
 
+from noshuffle.accounting.bisection import bracket
 from noshuffle.errors import Unsupported, non_negative, open_unit, positive, whole
 
 Array = np.ndarray
@@ -84,14 +85,13 @@ def _at_least(m: Array, c: Array) -> Array:
 def epsilon(*, local: float, count: int, delta: float) -> float:
     """The least ε at δ, to 1e-6; never above the local one."""
     open_unit(delta=delta)
-    low, high = 0.0, float(local)
     if _delta(local=local, count=count, epsilon=0.0) <= delta:
         return 0.0
-    while high - low > 1e-6 * high:
-        middle = 0.5 * (low + high)
-        fits = _delta(local=local, count=count, epsilon=middle) <= delta
-        low, high = (low, middle) if fits else (middle, high)
-    return high
+
+    def fits(own: float) -> bool:
+        return _delta(local=local, count=count, epsilon=own) <= delta
+
+    return bracket(fits, 0.0, float(local), tolerance=1e-6)[1]
 
 
 _delta = delta  # `epsilon` has an argument of that name

@@ -41,6 +41,7 @@ from typing import NamedTuple
 import numpy as np
 
 from noshuffle.accounting import gaussian
+from noshuffle.accounting.bisection import bracket
 from noshuffle.convex.loss_record import Loss
 from noshuffle.convex.solvers.base import Solution, budget, contribution
 from noshuffle.convex.solvers.minimise import minimise
@@ -75,18 +76,15 @@ def normal_scale(shape: tuple[tuple[int, float], ...], *, epsilon: float, delta:
     positive(epsilon=epsilon)
     open_unit(delta=delta)
 
-    def misses(scale: float) -> bool:
-        return sum(k * gaussian.delta(mu=v / scale, epsilon=epsilon) for k, v in shape) > delta
+    def fits(scale: float) -> bool:
+        return sum(k * gaussian.delta(mu=v / scale, epsilon=epsilon) for k, v in shape) <= delta
 
     low = high = max(v for _, v in shape)
-    while misses(high):
+    while not fits(high):
         high *= 2
-    while not misses(low):
+    while fits(low):
         low /= 2
-    while high - low > 1e-12 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if misses(middle) else (low, middle)
-    return high
+    return bracket(fits, low, high, tolerance=1e-12)[1]
 
 
 def tilt(
