@@ -34,6 +34,13 @@ NumberRow = tuple[tuple[float, ...], str]
 NO_NUMBER = frozenset(("NA", "N/A", "#N/A", "null", "NULL"))
 
 
+def require_columns(table: str | Path, known: Collection[str], *columns: str | None) -> None:
+    """Refuse a column that is not there; None is none."""
+    for name in columns:
+        if name is not None and name not in known:
+            raise InvalidInput(f"{table} has no column {name!r}; its columns: {shortened(known)}")
+
+
 class CellRows:
     """The rows of one stream as text; `names` are known before the first of them is taken."""
 
@@ -69,10 +76,7 @@ class CellRows:
 
     def require(self, *columns: str | None) -> None:
         """Refuse a column that is not there; None is none."""
-        for wanted in columns:
-            if wanted is not None and wanted not in self.names:
-                told = shortened(self.names)
-                raise InvalidInput(f"{self.name} has no column {wanted!r}; its columns: {told}")
+        require_columns(self.name, self.names, *columns)
 
     @property
     def at(self) -> str:

@@ -29,8 +29,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text
-from noshuffle.cli.words import shortened
+from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text, require_columns
 from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
 
 Array = NDArray[np.float64]
@@ -83,9 +82,7 @@ def read_table(
         raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
     cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
     empty = math.nan if missing == "skip" else 0.0
-    for name in (target, ids, weights):
-        if name is not None and name not in cells:
-            raise InvalidInput(f"{path} has no column {name!r}; its columns: {shortened(cells)}")
+    require_columns(path, cells, target, ids, weights)
     features = {
         name: column
         for name, column in cells.items()
