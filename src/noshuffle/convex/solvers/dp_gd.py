@@ -31,6 +31,7 @@ import math
 
 import numpy as np
 
+from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.convex.solvers.updates import UpdateRule, check_rule
@@ -87,13 +88,8 @@ def dp_gd(
             move = -rate * math.sqrt(steps / t) * g
         average += w / steps
         w = problem.domain.project(w + move)
-    return problem.solution(
-        average if output == "average" else w,
-        {"noise": deviation, "steps": float(steps), "learning_rate": rate},
-        mu=mu,
-        sensitivity=math.sqrt(steps) * reach,
-        mechanism=f"{steps} full gradients with independent Gaussian noise of std {deviation:.6g}",
-    )
+    final = average if output == "average" else w
+    return _told(problem, final, steps=steps, deviation=deviation, rate=rate)
 
 
 def _heavy_ball(problem: Problem, steps: int | None) -> Solution:
@@ -114,10 +110,16 @@ def _heavy_ball(problem: Problem, steps: int | None) -> Solution:
         w = problem.domain.project(w - rate * velocity)
         if t >= steps - late:
             average += w / late
+    return _told(problem, average, steps=steps, deviation=deviation, rate=rate)
+
+
+def _told(
+    problem: Problem, weights: Array, *, steps: int, deviation: float, rate: float
+) -> Solution:
     return problem.solution(
-        average,
+        weights,
         {"noise": deviation, "steps": float(steps), "learning_rate": rate},
-        mu=mu,
-        sensitivity=math.sqrt(steps) * reach,
+        mu=problem.mu,
+        sensitivity=math.sqrt(steps) * (problem.c * problem.loss.lipschitz / problem.n),
         mechanism=f"{steps} full gradients with independent Gaussian noise of std {deviation:.6g}",
     )

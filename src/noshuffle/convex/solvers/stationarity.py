@@ -29,17 +29,19 @@ from noshuffle.errors import InvalidInput, Unsupported, positive, whole
 
 def gradient_norm(loss: Loss, w: Array, rows: Array, labels: Array) -> float:
     """‖∇F(w)‖ in the norm in which the loss bounds its rows."""
-    if not loss.is_smooth:
-        raise Unsupported(f"{loss.name} has kinks; use moreau_gradient")
-    return loss.row_norm(loss.gradient(w, rows, labels))
+    return loss.row_norm(_gradient(loss, w, rows, labels))
 
 
 def frank_wolfe_gap(loss: Loss, w: Array, rows: Array, labels: Array, *, domain: Domain) -> float:
     """max_{v∈K} ⟨∇F(w), w − v⟩, never below 0 for w in K (but for rounding)."""
+    g = _gradient(loss, w, rows, labels)
+    return float(g @ (w - domain.lmo(g)))
+
+
+def _gradient(loss: Loss, w: Array, rows: Array, labels: Array) -> Array:
     if not loss.is_smooth:
         raise Unsupported(f"{loss.name} has kinks; use moreau_gradient")
-    g = loss.gradient(w, rows, labels)
-    return float(g @ (w - domain.lmo(g)))
+    return loss.gradient(w, rows, labels)
 
 
 def proximal_point(
