@@ -38,6 +38,8 @@ from noshuffle.convex.anew import anew
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
+from noshuffle.convex.stream_units import one_id_each
+from noshuffle.convex.weighting import NEEDS_IDS
 from noshuffle.errors import InvalidInput, NoshuffleError, instance_of, whole
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.laws import KeyedDraws
@@ -110,12 +112,11 @@ class PrivateOneHot(TransformerMixin, BaseEstimator):  # type: ignore[misc]
         if self.rows_per_unit is not None:
             whole(rows_per_unit=self.rows_per_unit)
             if ids is None:
-                raise InvalidInput("rows_per_unit needs ids=, whose unit each row belongs to")
+                raise InvalidInput(NEEDS_IDS)
         if ids is None:
             return None
         firsts, place = np.unique(as_ids(list(ids)), return_inverse=True)
-        if len(place) != rows:
-            raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(place)}")
+        one_id_each(place, rows)
         if self.rows_per_unit is None and len(firsts) < rows:
             raise InvalidInput(
                 "an id came twice, and a unit has one row; give rows_per_unit= for units of several"

@@ -20,7 +20,7 @@ the second one
 from __future__ import annotations
 
 from array import array
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sized
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -36,6 +36,12 @@ _MOST_SINGLE = 2**16
 #: Units that left are cut off the front together.
 _MOST_GONE = 2**12
 _LEAST, _MOST = -(2**63), 2**63
+
+
+def one_id_each(ids: Sized, rows: int) -> None:
+    """Refuse more or fewer ids than rows."""
+    if len(ids) != rows:
+        raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(ids)}")
 
 
 class NewUnits(NamedTuple):
@@ -71,8 +77,7 @@ class StreamUnits:
         if not isinstance(ids, list):  # which needs no further look
             instance_of(Iterable, ids=ids)
         given: Any = ids if isinstance(ids, np.ndarray | list) else list(ids)
-        if len(given) != rows:
-            raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(given)}")
+        one_id_each(given, rows)
         if rows == 1 and (unit := self._single(given)) is not None:
             found = NewUnits([unit], None, self.kind)
             twice = self._was_here(unit)

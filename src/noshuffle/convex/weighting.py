@@ -34,12 +34,14 @@ from numpy.typing import NDArray
 from scipy import sparse
 
 from noshuffle.convex.arrays import Array, real_array
+from noshuffle.convex.stream_units import one_id_each
 from noshuffle.errors import InvalidInput, one_of, positive, whole
 from noshuffle.release.unit_ids import as_ids
 
 MISSING = ("refuse", "skip")
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."
 PRIVATE_WEIGHTS = "Weights of rows are part of them: clamped to [0, {:g}], and covered."
+NEEDS_IDS = "rows_per_unit needs ids=, whose unit each row belongs to"
 LEFT_OUT = "Rows with missing values add nothing; the guarantee covers which rows those are."
 
 
@@ -94,9 +96,8 @@ def unit_weights(ids: Any, rows_per_unit: int, *, rows: int) -> Array:
     """
     whole(rows_per_unit=rows_per_unit)
     if ids is None:
-        raise InvalidInput("rows_per_unit needs ids=, whose unit each row belongs to")
-    if len(ids) != rows:
-        raise InvalidInput(f"ids must hold one id for each of {rows} rows, got {len(ids)}")
+        raise InvalidInput(NEEDS_IDS)
+    one_id_each(ids, rows)
     _, place, many = np.unique(as_ids(ids), return_inverse=True, return_counts=True)
     return np.asarray(np.minimum(1.0, rows_per_unit / many[place]))
 
