@@ -11,7 +11,7 @@ their number or at the size of their gradients is seen here only. No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -39,11 +39,12 @@ def same_by_few(
     """
     few, share = take(rows, kept), 0.2 if low else 5e-2
     alone = run.gradient(run(few, seed), seed)
-    gap, size = length(grads, alone), length(grads)
-    if gap > share * size + 1e-12:
-        room = length(alone, run.gradient(of_rounded(partial(run, seed=seed), few), seed))
-        if gap > share * size + 4.0 * room:
-            raise Mixes("the gradient of an example changes with the number of examples")
+
+    def rounding() -> float:
+        return length(alone, run.gradient(of_rounded(partial(run, seed=seed), few), seed))
+
+    if _is_beyond(length(grads, alone), share * length(grads), rounding):
+        raise Mixes("the gradient of an example changes with the number of examples")
 
 
 def adds_up(
@@ -70,11 +71,12 @@ def adds_up(
     both = of_all(rows)
     gap, size = length(due, both), length(both)
     del due
-    if gap > 2e-2 * size + 1e-12 and math.isfinite(gap):
-        # terms that all but cancel may move as far as rounding moves them
-        room = length(both, of_rounded(of_all, rows))
-        if gap > 2e-2 * size + 4.0 * room:
-            raise Mixes("the gradient of an example changes with those of the others")
+
+    def rounding() -> float:  # terms that all but cancel may move as far as it moves them
+        return length(both, of_rounded(of_all, rows))
+
+    if math.isfinite(gap) and _is_beyond(gap, 2e-2 * size, rounding):
+        raise Mixes("the gradient of an example changes with those of the others")
     return math.isfinite(gap)
 
 
@@ -90,8 +92,15 @@ def same_beside(
     """Raise unless the examples that were kept have their gradient where their losses are `there`,
     beside others; False if these are not finite."""
     moved, share = length(grads, run.gradient(there)), 2e-2 if low else 1e-4
-    if moved > share * length(grads) + 1e-12:
-        room = length(grads, run.gradient(of_rounded(run, rows)[kept]))
-        if moved > share * length(grads) + 4.0 * room:
-            raise Mixes("the gradient of an example changes with the other examples of its batch")
+
+    def rounding() -> float:
+        return length(grads, run.gradient(of_rounded(run, rows)[kept]))
+
+    if _is_beyond(moved, share * length(grads), rounding):
+        raise Mixes("the gradient of an example changes with the other examples of its batch")
     return math.isfinite(moved)
+
+
+def _is_beyond(gap: float, allowed: float, rounding: Callable[[], float]) -> bool:
+    """Whether a gap is larger than is allowed, and than four times what rounding moves besides."""
+    return gap > allowed + 1e-12 and gap > allowed + 4.0 * rounding()
