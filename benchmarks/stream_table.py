@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from adult_table import rows_of
 from sklearn.metrics import roc_auc_score
 
 from noshuffle.convex import PrivateLogisticRegression
@@ -27,12 +28,6 @@ from noshuffle.errors import DataUnavailable
 
 DELTA, BATCH, WINDOW = 1e-6, 64, 3000
 EPSILONS = (0.1, 0.5, 1.0, 2.0, 8.0, math.inf)
-
-
-def rows_of(x: Any) -> Any:
-    """Take the scaling to norm one back: the last column is a one that was scaled along."""
-    x = x.numpy().astype(np.float64)
-    return x[:, :-1] / x[:, -1:]
 
 
 def bank_rows() -> tuple[Any, Any]:
