@@ -89,7 +89,7 @@ def test_released_rows_are_repeated_as_they_were_and_others_refused(tmp_path: Pa
     model.partial_fit(x[:120], y[:120]).save(tmp_path / "s")
     lost = killed(tmp_path / "s", 120, 230)
     again = PrivateLogisticRegression.load(tmp_path / "s")
-    with pytest.raises(ReplayRefused, match="released before"):
+    with pytest.raises(ReplayRefused, match="on record as released"):
         again.partial_fit(x[500:600], y[500:600])
     with pytest.raises(InvalidInput, match="half-way"):
         again.partial_fit(x[120:230], y[120:230])

@@ -157,6 +157,41 @@ def test_what_is_recorded_is_known_whoever_asks_next(monkeypatch, tmp_path):
     again.close()
 
 
+class InterruptedAt(Ledger):
+    """Interrupted as soon as it is about to note that a row was written, so many times."""
+
+    times = 0
+
+    def __setattr__(self, name, value):
+        if name == "_later" and value is not None and self.times:
+            self.times -= 1
+            raise KeyboardInterrupt
+        super().__setattr__(name, value)
+
+
+@pytest.mark.parametrize("times", [1, 2])
+def test_a_row_whose_call_was_interrupted_is_no_other_process(times):
+    """The row is on the disk, and the call ended before it said so here; and once more so."""
+    ledger = InterruptedAt(SinglePass(steps=5))
+    ledger.record(ledger.admit(0, np.array([5, 6]), b"a"), bytes(16))
+    ledger.times = times
+    with pytest.raises(KeyboardInterrupt):
+        ledger.record(ledger.admit(1, np.array([7, 8]), b"b"), bytes([1]) * 16)
+    if times == 2:
+        leave = ledger.admit(1, np.array([9]), b"c")
+        with pytest.raises(ReplayRefused, match="by a call that was interrupted; give the step"):
+            ledger.record(leave)
+    assert ledger.released == 2
+    with pytest.raises(ReplayRefused, match="step 1 is on record with other data"):
+        ledger.admit(1, np.array([9]), b"c")
+    assert ledger.admit(1, np.array([7, 8]), b"b").is_replay
+    assert ledger.digest(1) == bytes([1]) * 16
+    with pytest.raises(ParticipationViolation, match="unit 7"):
+        ledger.admit(2, np.array([7]), b"c")
+    ledger.record(ledger.admit(2, np.array([9]), b"c"))
+    assert [row.units.tolist() for row in ledger.rows()] == [[5, 6], [7, 8], [9]]
+
+
 def test_ids_of_another_width_are_not_taken_for_others():
     """[5, 0] in 32 bits has the bytes of [5] in 64."""
     ledger = Ledger(Epochs(epochs=2, steps_per_epoch=3))
@@ -303,7 +338,7 @@ def test_a_replay_is_admitted_without_a_row_and_keeps_the_units_of_its_step(tmp_
     other = again.admit(1, np.array([1, 12]), b"")  # a unit that was not in it stays out
     assert other.keep.tolist() == [True, False]
     assert other.units.tolist() == [1, 11]
-    with pytest.raises(ReplayRefused, match="step 1 was already released with other data"):
+    with pytest.raises(ReplayRefused, match="step 1 is on record with other data"):
         again.admit(1, np.array([1, 11]), bytes([9]))  # both prints are known, and differ
     with pytest.raises(ParticipationViolation, match="unit 11"):
         again.admit(3, np.array([11]), bytes([3]))

@@ -223,8 +223,8 @@ class Ledger(LedgerFile):
             )
         if row.batch and batch and row.batch != batch and not is_partial:
             raise ReplayRefused(
-                f"step {step} was already released with other data; the same noise would cancel in "
-                "the difference; give it exactly what it had, or pass it over (private.skip)"
+                f"step {step} is on record with other data; the same noise would cancel in the "
+                "difference; give it exactly what it had, or pass it over (private.skip)"
             )
         if ids is None:
             is_empty = not len(row.units)
@@ -243,7 +243,7 @@ class Ledger(LedgerFile):
         `digest` is that of its clipped sum, where it is known already (see `expect_digest`).
         """
         self.settle()
-        step, told = admission.step, (admission.step, admission.units)
+        step = admission.step
         try:
             self.add_step(
                 step,
@@ -253,13 +253,27 @@ class Ledger(LedgerFile):
                 identified_by=admission.identified_by,
                 is_secret=self.participation.is_sampled,
             )
+            self._later, self._released = (step, admission.units), step + 1
+            self._tried.clear()
+        except ReplayRefused:
+            if self._notice(step):
+                raise ReplayRefused(
+                    f"the row of step {step} was written by a call that was interrupted; give the "
+                    "step exactly what it had once more, or pass it over (private.skip)"
+                ) from None
+            raise
         except Exception:
             raise
         except BaseException:  # interrupted, perhaps right after the row was written
-            if self._count() > step:
-                self._later, self._released = told, step + 1
+            self._notice(step)
             raise
-        self._later, self._released = told, step + 1
+
+    def _notice(self, step: int) -> bool:
+        """Take in the row of the next step if this object wrote it before it was interrupted."""
+        if step != self._released or not self.is_own(step):
+            return False
+        self._later, self._released = (step, self.row(step).units), step + 1
+        return True
 
     def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
         """Write down what a look at the model found for one kind of batch; durable.

@@ -7,7 +7,8 @@ press, a full disk) is taken back before the next one, or that would wait for th
 that come later than their row wait in memory for the next write, which takes them along.
 `path=None` keeps the same tables in memory. What may be written is decided by `ledger`.
 
-State: the connection, the newest link, digests that wait, and how units are identified.
+State: the connection, the newest link, those that an interrupted call may have written, digests
+that wait, and how units are identified.
 
 >>> import numpy as np
 >>> file = LedgerFile(None)
@@ -77,6 +78,8 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         self._seq, self._link = tables.last_link(self.db)
         self._is_left = False  # whether a newer life has begun
         self._waiting: dict[int, Callable[[], bytes] | bytes] = {}
+        # Steps and links of rows that calls tried to write, since the last that came to its end.
+        self._tried: list[tuple[int, bytes]] = []
         self.bind("format", tables.FORMAT)
 
     @property
@@ -202,6 +205,11 @@ class LedgerFile(tables.LedgerTables, OneOwner):
             with explained():  # here, not around the insertion: every step would pay for it
                 raise
 
+    def is_own(self, step: int) -> bool:
+        """Whether the row of this step is there, and written by this object."""
+        row = self.db.execute("SELECT link FROM steps WHERE step = ?", (step,)).fetchone()
+        return row is not None and (step, bytes(row[0])) in self._tried
+
     def _add(self, step: int, now: float, count: int, *fields: bytes) -> None:
         """`fields`: batch, digest, late digest, encoded units."""
         self._check_newest()
@@ -210,6 +218,7 @@ class LedgerFile(tables.LedgerTables, OneOwner):
             while True:
                 link = tables.step_link(self._link, step, self._life, now, count, *fields)
                 row = (step, self._seq + 1, self._life, now, *prints, count, ids, link)
+                self._tried.append((step, link))
                 if self.db.execute(_ADD, (*row, self._seq)).rowcount:
                     break
                 self._read_head()

@@ -311,11 +311,11 @@ class Release(RunState):
         if step < self._rescaled:
             why = "the run was extended since with another clip norm, so its noise is another now"
         elif self.ledger.digest(step):
-            why = "its sum now differs from the one that was released"
+            why = "its sum now differs from the one on record"
         return ReplayRefused(
-            f"step {step} was released before, and {why}; the same noise under another sum would "
-            "cancel in the difference; give it exactly what it had (data, order, model, loss), or "
-            "pass it over: on_replay='skip', or private.skip()"
+            f"step {step} is on record as released, and {why}; the same noise under another sum "
+            "would cancel in the difference; give it exactly what it had (data, order, model, "
+            "loss), or pass it over: on_replay='skip', or private.skip()"
         )
 
     def skip(self) -> int:
