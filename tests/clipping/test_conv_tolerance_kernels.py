@@ -19,6 +19,7 @@ from noshuffle.clipping import (
     conv_gram,
     conv_halves,
     conv_kernels,
+    conv_patches,
     conv_tolerance,
     gram,
     rules_conv,
@@ -204,6 +205,28 @@ def test_rows_that_nearly_cancel_are_clipped_alike(
     most = 0.005 if kind == "pair" else 0.06  # ways with ten bits and without
     for name, one in clipped.items():
         assert float((one - clipped["fused"]).norm(dim=0).max()) <= most, (name, left)
+
+
+@pytest.mark.parametrize("side", [8, 24], ids=["few", "many"])
+def test_patches_that_nearly_cancel_are_clipped_alike(
+    kind: str, side: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By kernels and by windows, as which a batch is long or short; not as a linear map."""
+    layer, size, left = nn.Conv2d(8, 16, 2, stride=2, bias=False).to(DEVICE), 3, 1e-2
+    x = drawn(size, 1, 8, side, side).abs().expand(-1, 2, -1, -1, -1).flatten(0, 1).contiguous()
+    g = drawn(size, 1, 16, side // 2, side // 2, seed=4).expand(-1, 2, -1, -1, -1).clone()
+    g[:, 1] *= -(1.0 - left)
+    g = g.flatten(0, 1)
+    found = ways(layer, x, g, size, kind, monkeypatch)
+    assert len(found) == (4 if side == 8 else 2)
+    clipped = {k: (full.double().flatten(1).T / norms) for k, (norms, full) in found.items()}
+    most = 0.005 if kind == "pair" else 0.06
+    for name, one in clipped.items():
+        assert float((one - clipped["fused"]).norm(dim=0).max()) <= most, name
+    if (kind, side) == ("pair", 24):
+        norms = conv_patches.by_patches(layer, x, g, size)["weight"].squares().sqrt()
+        other = clipped["fused"] * found["fused"][0] / norms
+        assert float((other - clipped["fused"]).norm(dim=0).min()) > 0.1
 
 
 def test_a_form_that_was_written_out_has_its_own_units(kind: str) -> None:

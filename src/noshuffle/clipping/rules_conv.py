@@ -8,7 +8,8 @@ in each group. On a CPU compiled loops take the norms from there (`native_conv`)
 take norms and sum, where windows would be large (`conv_kernels`): in half precision, or, of float32
 that torch may not round to TF32, in pairs of such numbers. Elsewhere windows are a strided view,
 and the weighted sum is torch's own weight gradient. Windows that do not overlap (the patches of a
-vision transformer) make a linear map. State: which kernels agreed with that, by device and type.
+vision transformer) make a linear map where neither knows them (`conv_patches`). State: which
+kernels agreed with that, by device and type.
 """
 
 from __future__ import annotations
@@ -24,12 +25,13 @@ from torch import Tensor, nn
 from torch.nn import grad
 
 from noshuffle.clipping import conv_halves, conv_kernels, conv_tolerance
+from noshuffle.clipping.conv_patches import by_patches, is_linear, may_fit_kernels
 from noshuffle.clipping.conv_tolerance import raised, tolerance
 from noshuffle.clipping.conv_windows import Sides, padded, sides_of, windows, with_tolerance
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit, may_fit
+from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
-from noshuffle.clipping.rules import affine, rule
+from noshuffle.clipping.rules import rule
 from noshuffle.clipping.shared_copies import copy_of
 from noshuffle.triton_shim import KernelTest
 
@@ -236,14 +238,10 @@ def _by_channel(g: Tensor, size: int) -> Tensor:
 
 def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> bool:
     """Whether this is work for the kernels, and they are good here."""
-    if not (conv_kernels.HAS_TRITON and x.is_cuda) or x.dim() != 4 or layer.groups != 1:
+    if not may_fit_kernels(layer, x, g, sides):
         return False
-    is_known = g.dtype in (*HALF, torch.float32)
     taps, places = math.prod(layer.kernel_size), g.shape[2] * g.shape[3]
-    is_even = all(before == after for before, after in sides)
-    if not is_known or len(x) % size or taps > conv_kernels.MOST_TAPS or not is_even:
-        return False
-    if len(x) // size * places > MOST_POSITIONS:
+    if len(x) % size or len(x) // size * places > MOST_POSITIONS:
         return False
     most = 2**30 if _is_paired(g) else 2**31
     if max(g.numel(), x.numel()) // max(1, size) >= most:
@@ -255,7 +253,7 @@ def _has_kernels(layer: Any, x: Tensor, g: Tensor, size: int, sides: Sides) -> b
     if not _is_paired(g):
         is_heavy = weight >= LEAST_WEIGHT and weight * windowed >= LEAST_WORK
     fewest = FEWEST_BY_WEIGHT if is_heavy else FEWEST_WINDOWS
-    if x.dtype is torch.float64 or windowed < fewest:
+    if windowed < fewest:
         return False
     return _agrees(x.device, x.dtype, g.dtype, _is_paired(g))
 
@@ -324,24 +322,6 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, is_p
     return True
 
 
-def _cuts_patches(layer: Any) -> bool:
-    """Whether every number of the input meets the kernel once, and is not alone there."""
-    is_cut = tuple(layer.stride) == tuple(layer.kernel_size) and math.prod(layer.kernel_size) > 1
-    return is_cut and layer.groups == 1 and all(d == 1 for d in layer.dilation)
-
-
-def _by_patches(layer: Any, x: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
-    """Weight and bias as those of a linear map of patches; x has its border."""
-    axes = len(layer.kernel_size)
-    w = windows(x.to(g.dtype), layer.kernel_size, layer.stride, layer.dilation)
-    a = w.permute(0, *range(2, 2 + axes), 1, *range(2 + axes, 2 + 2 * axes))
-    a = a.reshape(len(x), g.shape[2:].numel() if len(g) else 0, -1)
-    g = g.flatten(2).transpose(1, 2)
-    g = g.contiguous() if g.is_cuda else g  # kernels read rows as they lie
-    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
-    return {"weight": weight, "bias": bias}
-
-
 class Channels(DenseGradient):
     """The bias of a convolution, whose gradients come along with the norms of the weight's."""
 
@@ -360,16 +340,13 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
     sides, mode = sides_of(layer), layer.padding_mode
     if mode != "zeros":
         a, sides = padded(wide(a), sides, mode=mode), ()
+    if is_linear(layer, a, g, sides):
+        return by_patches(layer, padded(a, sides, mode="zeros"), g, size)
     if _has_kernels(layer, a, g, size, sides):
         weight = _fused(layer, a, g, size, sides)
         if layer.bias is None:
             return {"weight": weight}
         return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}
-    if _cuts_patches(layer):
-        how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
-        # In short batches, too: a linear map has another tolerance, of √κu where it has one of u.
-        if not may_fit(wide(a), wide(g), how):
-            return _by_patches(layer, padded(a, sides, mode="zeros"), g, size)
     a, g = wide(a), wide(g)
     if a.device.type != "cpu":
         a, sides = padded(a, sides, mode=mode), ()
