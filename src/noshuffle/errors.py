@@ -32,6 +32,9 @@ from typing import Any
 
 #: The largest horizon that closed forms here are trusted for; more is surely a typing mistake.
 MAX_STEPS = 10**8
+#: The largest learning rate and clip norm: a sum of 10⁸ units that are clipped to it, and steps by
+#: it, are float32 numbers yet.
+MOST_FLOAT32 = 1e30
 
 
 class NoshuffleError(Exception):
@@ -104,6 +107,15 @@ def whole(at_least: int = 1, at_most: int = MAX_STEPS, **values: object) -> None
         if not is_integer or not at_least <= int(value) <= at_most:  # type: ignore[call-overload]
             raise InvalidInput(
                 f"{name} must be a whole number from {at_least} to {at_most:,}, got {value!r}"
+            )
+
+
+def fits_float32(**values: float) -> None:
+    """Each value is at most `MOST_FLOAT32`."""
+    for name, value in values.items():
+        if value > MOST_FLOAT32:
+            raise InvalidInput(
+                f"{name} must be at most {MOST_FLOAT32:g} (float32), got {float(value):g}"
             )
 
 

@@ -203,7 +203,7 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
             pytest.importorskip("pyarrow")
         with pytest.raises(InvalidInput, match="could not be read"):
             command([str(tmp_path / name), "--target", "y", *out])
-    with pytest.raises(InvalidInput, match="empty folder"):
+    with pytest.raises(InvalidInput, match="is not empty; use another --out"):
         command([str(table), "--target", "sold", "--out", str(tmp_path)])
 
 
@@ -342,3 +342,48 @@ def test_numbers_are_no_classes(table: Path, tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match="'price' holds numbers between integers, so use --task"):
         command([str(table), "--target", "price", "--out", str(tmp_path / "run"), *COMMON])
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("more", "why"),
+    [
+        (["--clip-norm", "1e300"], "clip_norm must be at most 1e[+]30 [(]float32[)], got 1e[+]300"),
+        (["--clip-norm", "1.7e308", "--solver", "ftrl"], "clip_norm must be at most 1e[+]30"),
+        (["--clip-norm", "1e-300"], "clip_norm must be at least 1e-12"),
+        (["--class-weight", "yes=1e300,no=1"], "clip_norm times the largest weight must be at m"),
+        (["--clip-norm", "1e30", "--epsilon", "1e-30"], "noise of deviation .* is more than sums"),
+    ],
+)
+def test_numbers_that_no_float32_holds_are_refused_before_anything_is_drawn(
+    table: Path, tmp_path: Path, more: list[str], why: str
+) -> None:
+    out = tmp_path / "runs" / "one"
+    with pytest.raises(InvalidInput, match=why):
+        command([str(table), "--target", "sold", "--ids", "who", "--out", str(out),
+                 "--bounds", "0,10", "--hash-text", "4", "--classes", "no,yes", *more])  # fmt: skip
+    assert not out.parent.exists()
+
+
+@pytest.mark.usefixtures("pictures")
+@pytest.mark.parametrize("more", [["--clip-norm", "1e30"], ["--epsilon", "1e300"]])
+def test_numbers_at_the_edge_are_fitted(table: Path, tmp_path: Path, more: list[str]) -> None:
+    out = tmp_path / "one"
+    command([str(table), "--target", "sold", "--ids", "who", "--out", str(out), "--bounds", "0,10",
+             "--hash-text", "4", "--classes", "no,yes", *more])  # fmt: skip
+    assert verify(out).answer == "PROVED"
+
+
+def test_ids_that_are_refused_leave_no_folder(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "runs" / "one"
+    line = [str(table), "--target", "sold", "--out", str(out), "--classes", "no,yes", *COMMON]
+    with pytest.raises(NoshuffleError, match="id 'Rome' came twice"):
+        command([*line, "--ids", "city"])
+    assert not out.parent.exists()
+    with pytest.raises(InvalidInput, match="no column 'nobody'"):
+        command([*line, "--ids", "nobody"])
+    assert not out.parent.exists()
+    out.mkdir(parents=True)  # one that was there stays, and can be used
+    with pytest.raises(NoshuffleError, match="id 'Rome' came twice"):
+        command([*line, "--ids", "city"])
+    command([*line, "--ids", "who"])
+    assert verify(out).answer != "REFUTED"

@@ -12,7 +12,7 @@ from noshuffle.cli.categories import CategoryChoice
 from noshuffle.cli.fit_settings import ESTIMATORS, FitSettings, estimator_settings
 from noshuffle.cli.from_record import takes
 from noshuffle.cli.promise import Output, print_json
-from noshuffle.cli.run_home import dated
+from noshuffle.cli.run_home import check_new_folder, dated
 from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError
 
@@ -36,8 +36,7 @@ def fit(asked: FitSettings, output: Output) -> None:
     from noshuffle.report import write_report
 
     path = asked.out or dated(asked.file.stem)
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise InvalidInput(f"{path} is not an empty folder; use another --out")
+    check_new_folder(path, resumes=False)
     choice = CategoryChoice(asked)
     table = _table(asked, choice)
     if not asked.bounds and not table.indicators.issuperset(table.columns):

@@ -14,11 +14,9 @@ from typing import Any, ClassVar
 
 from noshuffle.cli.from_record import setting
 from noshuffle.cli.settings import RunSettings, folder, privacy
-from noshuffle.errors import InvalidInput, non_negative, one_of, positive, whole
+from noshuffle.errors import InvalidInput, fits_float32, non_negative, one_of, positive, whole
 
 training = partial(setting, heading="Training")
-#: Largest learning rate and clip norm: noise and steps beyond it are no float32.
-MOST = 1e30
 OPTIMIZERS = ("ftrl", "sgd", "adam", "adamw", "adafactor")
 
 #: What suits each data set at ε = 8. digits and mnist come from small searches on training rows
@@ -130,9 +128,7 @@ class TrainSettings(RunSettings):
             )
         if self.separation is not None and not is_banded:
             raise InvalidInput("separation belongs to sampling=cyclic or sampling=separated")
-        for name in ("lr", "clip_norm"):
-            if (came := getattr(self, name)) > MOST:
-                raise InvalidInput(f"{name} must be at most {MOST:g} (float32), got {came:g}")
+        fits_float32(lr=self.lr, clip_norm=self.clip_norm)
         if self.features and self.augment is not None:
             raise InvalidInput("features are fixed: --augment goes with images, leave one out")
         if self.norm_share >= 1:

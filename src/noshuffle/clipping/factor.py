@@ -49,7 +49,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.clipping.products import rounds_convolutions, rounds_products
-from noshuffle.errors import InvalidInput, positive
+from noshuffle.errors import InvalidInput, fits_float32, positive
 
 #: Clip to this much below the bound: rounding in the norm and in the product then stays inside.
 SLACK = 2.0**-20
@@ -129,6 +129,7 @@ def _clip_norm(**values: object) -> None:
     for name, value in values.items():
         if float(value) < SMALLEST_NORM:  # type: ignore[arg-type]
             raise InvalidInput(f"{name} must be at least {SMALLEST_NORM}, got {value!r}")
+        fits_float32(**{name: float(value)})  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True)

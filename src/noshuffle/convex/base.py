@@ -261,7 +261,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             return self
         self._begin(X.shape[1], rows=X.shape[0], run=run)
         try:
-            self._learn(X, targets, ids, weight, passes=self._stream.passes)
+            self._learn(X, targets, ids, weight, passes=self._stream.passes, is_first=True)
         finally:
             remember(sketched if self._stream.steps else frozenset())
         self._stream.close()
@@ -333,7 +333,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             )
         elif run is not None and not self._stream.lives_in(run):
             raise Unsupported("a run folder goes with the first partial_fit of a stream")
-        self._learn(X, targets, ids, weight)
+        self._learn(X, targets, ids, weight, is_first=not goes_on)
         said = self._notes if goes_on else ()
         self._finish(*said, *(note for note in more if note not in said))
         if not goes_on:

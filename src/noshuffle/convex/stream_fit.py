@@ -28,7 +28,15 @@ from noshuffle.convex.step_line import StepLine
 from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported, instance_of, positive
+from noshuffle.errors import (
+    HorizonExceeded,
+    InvalidInput,
+    NoshuffleError,
+    Unsupported,
+    fits_float32,
+    instance_of,
+    positive,
+)
 from noshuffle.noise import test_source
 from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.strategies import identity
@@ -104,13 +112,20 @@ class StreamFit(TableFit):
             least = 0.0
             if self.inference and loss.is_classifier:
                 least = free_clip(slope, self.n_features_in_)
-            return max(float(self.clip_norm), least) * self._most_weight
+            return self._weighted_clip(max(float(self.clip_norm), least))
         if self.feature_bound is None or not np.isfinite(slope):
             raise InvalidInput(
                 "clip_norm=None needs a feature_bound and a loss of bounded slope; give clip_norm"
             )
         reach = float(np.sqrt(self.feature_bound**2 + float(self.fit_intercept)))
-        return slope * reach * self._most_weight
+        return self._weighted_clip(slope * reach)
+
+    def _weighted_clip(self, clip_norm: float) -> float:
+        """The same of the heaviest row."""
+        found = clip_norm * self._most_weight
+        if self._most_weight != 1.0:
+            fits_float32(**{"clip_norm times the largest weight": found})
+        return found
 
     @property
     def _unit(self) -> str:
@@ -179,13 +194,22 @@ class StreamFit(TableFit):
         weight: Array | None = None,
         *,
         passes: int = 1,
+        is_first: bool,
     ) -> None:
-        """Admit, then feed block by block; later passes bring the same rows in the same order."""
+        """Admit, then feed block by block; later passes bring the same rows in the same order.
+
+        Of a stream whose first rows (`is_first`) are refused nothing is left, no folder either.
+        """
         stream = self._stream
         stream.show_fn = StepLine(stream.phase.plan.steps) if self.verbose else None
         if stream.is_closed:
             stream.extend()
-        stream.admit(x.shape[0], ids)
+        try:
+            stream.admit(x.shape[0], ids)
+        except NoshuffleError:
+            if is_first:
+                stream.release.withdraw()
+            raise
         given, ranges = x, stream.rule if isinstance(stream.rule, RangeRule) else None
         for index in range(passes):
             if index == 0 or (ranges is not None and index == ranges.lead):

@@ -39,12 +39,25 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from noshuffle.errors import InvalidInput
 from noshuffle.noise.gaussian import ANGLE_DIGITS, MIDDLE_DIGIT, RADIUS_DIGITS
 
 #: The grid as a power of two below the noise.
 BITS = 10
 #: Exponents of grids that float32 can work on; noise beyond gets a coarser or a finer grid.
 _LOWEST, _HIGHEST = -126, 100
+#: The largest deviation of a step's noise, whose fresh part may have 26 times its size: the grid
+#: of 2¹¹¹ is the last that lies `BITS` below it, and 2¹² deviations of that are float32 numbers.
+MOST_SPREAD = 1e32
+
+
+def check_spread(scale: float) -> None:
+    """Refuse noise whose grid float32 cannot work on."""
+    if scale > MOST_SPREAD:
+        raise InvalidInput(
+            f"noise of deviation {scale:.3g} (noise multiplier times clip norm) is more than sums "
+            f"in float32 take, {MOST_SPREAD:g} at most; clip to less, or ask for a larger epsilon"
+        )
 
 
 @lru_cache(maxsize=256)

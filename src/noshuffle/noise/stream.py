@@ -49,6 +49,7 @@ from noshuffle.noise.chunk_step import ChunkStep
 from noshuffle.noise.compact import CompactPlans
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
+from noshuffle.noise.grid import check_spread
 from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
@@ -92,6 +93,7 @@ class NoiseStream(OneOwner):
         memory: str = "device",
     ) -> None:
         non_negative(scale=scale)
+        check_spread(scale)
         whole(steps=steps)
         self._plans = StepPlans.of(recipe)
         if self._plans.horizon is not None and steps > self._plans.horizon:

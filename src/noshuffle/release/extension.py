@@ -29,6 +29,7 @@ import torch
 
 from noshuffle.clipping import Flat
 from noshuffle.errors import InvalidInput, Unsupported, positive, whole
+from noshuffle.noise.grid import check_spread
 from noshuffle.noise.step_plan import StepPlan, StepPlans, fingerprint
 from noshuffle.participation import DrawnStages, Participation, Stages, stages_of
 from noshuffle.plan import Plan
@@ -89,6 +90,7 @@ def extend(
         if clip_norm is not None:
             positive(clip_norm=clip_norm)
             scale = plan.noise_multiplier * float(clip_norm)
+            check_spread(scale)
             new |= {"clip": repr(Flat(float(clip_norm))), "noise_scale": repr(scale)}
             if new["clip"] != facts.get("clip"):  # the same draws times another number: no replays
                 new["rescaled"] = str(released)

@@ -105,7 +105,7 @@ class RunFolder:
         write_bytes(self.plan_file, plan.to_json().encode())
 
     def withdraw(self, made: Iterable[Path] = ()) -> None:
-        """Take back what `begin` wrote, and the ledger, of a run that released nothing.
+        """Take back what `begin` wrote, ledger and statement of a run that released nothing.
 
         The plan goes first: killed in between, what is left is known as no run. `made`: see
         `clear`.
@@ -113,6 +113,7 @@ class RunFolder:
         self.plan_file.unlink(missing_ok=True)
         for end in ("", "-wal", "-shm", "-journal"):
             self.ledger_file.with_name(self.ledger_file.name + end).unlink(missing_ok=True)
+        self.statement_file.unlink(missing_ok=True)
         self.clear(made)
 
     def clear(self, made: Iterable[Path] = ()) -> None:

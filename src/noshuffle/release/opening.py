@@ -59,6 +59,19 @@ class Opened:
     lock: FolderLock | None
     charge: account.Charge | None = None
     id_secret: bytes | None = None
+    #: Of a new run in a folder: the folders that were made for it.
+    made: tuple[Path, ...] | None = None
+
+    def give_up(self, plan: Plan, *, is_refused: bool) -> None:
+        """Let go of the run, charged for what its ledger shows. Of a new one that is refused, and
+        has released nothing, no folder and no key is left."""
+        done = self.ledger.released
+        try:
+            account.leave(self.charge, plan, self.ledger, self.ancestors, released=done)
+        finally:
+            self.ledger.let_go()
+        if is_refused and not done and self.folder is not None and self.made is not None:
+            self.folder.withdraw(self.made)
 
 
 def open_run(
@@ -122,7 +135,7 @@ def open_run(
         if not is_new:
             folder.write_ring(ring)
         opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
-        return _charged(opened, plan, budget)
+        return _charged(replace(opened, made=tuple(made) if is_new else None), plan, budget)
     except BaseException as error:
         # One that never got its place in a budget leaves nothing in the way of the next try. One
         # that was interrupted may have got it: its keys name it there when it is opened again.

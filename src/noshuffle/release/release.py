@@ -100,12 +100,8 @@ class Release(RunState):
         try:
             more: dict[str, Any] = {"facts": facts, "noise_memory": noise_memory}
             return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, **more)
-        except BaseException:
-            try:
-                done = opened.ledger.released
-                account.leave(opened.charge, plan, opened.ledger, opened.ancestors, released=done)
-            finally:
-                opened.ledger.let_go()
+        except BaseException as error:
+            opened.give_up(plan, is_refused=isinstance(error, NoshuffleError))
             raise
 
     @property

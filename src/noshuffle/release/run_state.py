@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,7 @@ class RunState(OneOwner):
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
         self.ledger, self.ancestors = opened.ledger, opened.ancestors
         self._ring, self._lock, self.secret = opened.ring, opened.lock, opened.ring.secret
+        self._opened = replace(opened, lock=None)  # which is let go of with the run
         self.charge, self.id_secret = opened.charge, opened.id_secret or opened.ring.secret
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
         self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
@@ -289,6 +291,13 @@ class RunState(OneOwner):
         self._lock = None
         if self.folder is not None and self.released == self.plan.steps and not keep_keys:
             seal(self.folder)
+
+    def withdraw(self) -> None:
+        """Take back a run that was begun by this object and is refused before its first step: its
+        place in a budget is charged nothing, and its folder and keys are gone."""
+        if not self.released and not self.step:
+            self._opened.give_up(self.plan, is_refused=True)
+            self._lock = None
 
     def settle_budget(self) -> None:
         """Charge what was released to the budget that the run draws on, if any."""

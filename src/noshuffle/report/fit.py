@@ -140,7 +140,8 @@ def _coefficients(axes: Axes, model: dict[str, Any], bounds: Any) -> None:
 def _tradeoff(axes: Axes, plan: Plan, given: object) -> None:
     rows = given if isinstance(given, int) and given > 0 else plan.steps
     own = plan.epsilon()
-    targets = np.geomspace(min(0.05, max(own, 1e-9) / 4), max(16.0, 4 * own), 25)
+    most = min(max(16.0, 4 * own), gaussian.MOST_EPSILON * (1 - 1e-9))  # rounding may pass an end
+    targets = np.geomspace(min(0.05, max(own, 1e-9) / 4), most, 25)
     mu = np.array([gaussian.mu(epsilon=float(e), delta=plan.delta) for e in targets])
     choices = [(f"this mechanism ({plan.strategy.name})", plan.strategy, ACCENT)]
     if plan.strategy.name != "identity":
