@@ -73,6 +73,11 @@ class StreamUnits:
         if self.are_named not in (None, ids is not None):
             raise InvalidInput("rows came with ids in one call and without in another; do the same")
         if ids is None:
+            if len(barred):
+                raise ParticipationViolation(
+                    f"{len(barred)} units have used up the budget of this data and must be left "
+                    "out; pass ids=, so that they can be told apart"
+                )
             return None
         if not isinstance(ids, list):  # which needs no further look
             instance_of(Iterable, ids=ids)
