@@ -63,6 +63,27 @@ def hard(o, x, y):
     return (torch.from_numpy((own >= middle).astype(np.float32)) * losses).mean()
 
 
+def numbers(o, y):
+    """The losses of the rows, and the same through NumPy."""
+    losses = each(o, y)
+    return losses, losses.detach().numpy()
+
+
+def hard_mask(o, x, y):
+    losses, own = numbers(o, y)
+    return (losses * torch.from_numpy(own >= np.median(own))).mean()
+
+
+def hard_where(o, x, y):
+    losses, own = numbers(o, y)
+    return torch.where(torch.from_numpy(own >= np.median(own)), losses, 0.0).mean()
+
+
+def ranked(o, x, y):
+    losses, own = numbers(o, y)
+    return (losses * torch.from_numpy(own.argsort().argsort()).float()).mean()
+
+
 def hard_list(o, x, y):
     own = each(o, y).tolist()
     return (torch.tensor([1.0 if a > 0.5 else 0.0 for a in own]) * each(o, y)).mean()
@@ -101,6 +122,9 @@ DOUBTFUL = {
     "least of two": lambda o, x, y: CE(o * min(1.0, x.abs().max().item()), y),
     "comparison as a number": lambda o, x, y: CE(o * (1 + 29 * (x.max().item() > 30)), y).mean(),
     "rows by NumPy": hard,
+    "a mask by NumPy": hard_mask,
+    "a choice by NumPy": hard_where,
+    "places by NumPy": ranked,
     "rows by a list": hard_list,
 }
 
@@ -130,6 +154,9 @@ HONEST = {
     "a constant of many digits": lambda o, x, y: CE(o / math.sqrt(17), y),
     "weights of classes": lambda o, x, y: (
         LOG.append(o.max().item()) or CE(o, y, weight=torch.tensor([0.2, 1.0, 3.0, 1.0]))
+    ),
+    "labels through NumPy": lambda o, x, y: (
+        LOG.append(o.max().item()) or CE(o, torch.from_numpy(y.numpy().copy()))
     ),
     "a factor on the whole": lambda o, x, y: each(o, y).sum() / (x > 0).sum().item(),
     "a distribution": lambda o, x, y: -torch.distributions.Normal(o, 2.0).log_prob(x[:, :4]).mean(),

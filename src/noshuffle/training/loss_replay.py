@@ -67,6 +67,8 @@ BRANCH += "loss.backward()"
 NOT_TRIED = "it could not be tried with other rows ({why})"
 #: What rows are multiplied by, besides.
 EXTREME = 1e3
+#: What makes factors of whole numbers and truth values; other calls take them for labels.
+WEIGHING = ("float", "double", "half", "bfloat16", "to", "type", "type_as", "where", "masked_fill")
 #: What a call raises that cannot be repeated: anything, with numbers that nobody had in mind.
 FAILURES = Exception
 
@@ -218,7 +220,7 @@ class Repetition:
             one
             for one in own
             if one.key not in early
-            and (one.is_telling or getattr(one.what, "shape", ())[:1] == self._rows.shape)
+            and (one.is_telling or self._is_as_long(one))
             and not self._is_known(one)
             and (not isinstance(one.what, Tensor) or is_of_numpy(one.what))
         ]
@@ -226,9 +228,23 @@ class Repetition:
     def _changed(self) -> list[Constant]:
         """What the loss was given that it was not given before."""
         calls = self._made_of()
-        own = [one for one in self._constants_of(calls) if not self._is_known(one)]
+        own = [
+            one
+            for one in self._constants_of(calls)
+            if not self._is_known(one) and not self._may_be_labels(one)
+        ]
         names = tuple(self._trace.calls[i].name for i in calls)
         return self._trace.earlier.changed(names, own)
+
+    def _is_as_long(self, one: Constant) -> bool:
+        """Whether an array or a tensor has a row for each example."""
+        return bool(getattr(one.what, "shape", ())[:1] == self._rows.shape)
+
+    def _may_be_labels(self, one: Constant) -> bool:
+        """Whole numbers by row, other ones in every batch; those made of a read are `_late`."""
+        what = one.what
+        is_whole = isinstance(what, Tensor) and not what.is_floating_point()
+        return is_whole and self._is_as_long(one)
 
     def _is_known(self, one: Constant) -> bool:
         if any(one.key == early.key for early, *_ in self._early):
@@ -262,7 +278,8 @@ class Repetition:
         def is_known(call: Call, one: Tensor) -> bool:
             if id(one) in made or memory(one) in self._trace.inputs:
                 return True
-            is_array = is_read and is_of_numpy(one)
+            weighs = one.is_floating_point() or call.is_arithmetic or call.name in WEIGHING
+            is_array = is_read and weighs and is_of_numpy(one)
             return not is_array and is_data(call, one, self._rows, self._fixed)
 
         for order, number in enumerate(calls):
@@ -360,7 +377,7 @@ class Repetition:
 def is_of_numpy(one: Tensor) -> bool:
     """Whether a tensor has the memory of an array of its own, as `torch.from_numpy` gives it."""
     held = one.untyped_storage()
-    return not held.resizable() and held.nbytes() == one.nbytes and one.is_floating_point()
+    return not held.resizable() and held.nbytes() == one.nbytes
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
