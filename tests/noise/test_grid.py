@@ -14,9 +14,10 @@ from numpy.typing import NDArray
 from scipy.stats import chi2
 from torch import Tensor
 
+from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, grid, native, test_source
 from noshuffle.noise.gaussian import HALF, TILE
-from noshuffle.noise.grid import add_on_grid_, grid_step, jitters_
+from noshuffle.noise.grid import MOST_SPREAD, add_on_grid_, grid_step, jitters_
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.native import normals_
 from noshuffle.noise.step_plan import StepPlans, grid_of
@@ -164,7 +165,7 @@ def test_without_noise_nothing_is_rounded(kind: str) -> None:
             assert torch.equal(value, before)
 
 
-@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e20, 1e37])
+@pytest.mark.parametrize("scale", [1e-37, 1e-20, 1.0, 1e20, MOST_SPREAD])
 def test_what_is_not_finite_or_far_off_stays(scale: float) -> None:
     far = [3e38, -3e38, math.inf, -math.inf, math.nan]
     x = torch.tensor([*far, *([0.0] * 5000)])
@@ -175,6 +176,11 @@ def test_what_is_not_finite_or_far_off_stays(scale: float) -> None:
     if scale < 1e30:
         assert x[:4].tolist() == torch.tensor(far[:4]).tolist()
     assert 0.9 < float(x[5:].double().std()) / scale < 1.1
+
+
+def test_noise_beyond_every_grid_is_refused() -> None:
+    with pytest.raises(InvalidInput, match="1e\\+32 at most"):
+        NoiseStream(FeedForward((1.0,)), test_source(seed=1), {}, scale=1e37, steps=1)
 
 
 def test_the_newest_row_is_new() -> None:

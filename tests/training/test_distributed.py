@@ -551,6 +551,8 @@ def alone(out: Path) -> None:
 
 def launch(folders: dict[int, Path]) -> subprocess.Popen[str]:
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    loopback["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for `tests.runs`
     worlds = [f"{size}:{out}" for size, out in folders.items()]
     return subprocess.Popen(
         [sys.executable, __file__, *worlds],
@@ -827,6 +829,8 @@ def test_the_documented_script_runs(tmp_path: Path) -> None:
     (tmp_path / "shards.py").write_text(script[:cut] + sharding + script[cut:])
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     loopback = {"GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
+    loopback["PYTHONPATH"] = os.pathsep.join(filter(None, paths))  # for `tests.runs`
     for name in ("whole.py", "shards.py"):
         done = subprocess.run(
             [*torchrun, "--nproc-per-node", "2", str(tmp_path / name)],
