@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 from dataclasses import replace
@@ -27,7 +26,7 @@ from noshuffle.federated import (
     simulate,
     statement_for,
 )
-from noshuffle.federated.clients import apart, cross_entropy, squared_error
+from noshuffle.federated.clients import cross_entropy, squared_error
 from noshuffle.federated.cohort import CONSTANT_CLIP
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import trained_alone
@@ -53,26 +52,6 @@ class Frozen(nn.Module):
         with torch.no_grad():
             self.mean.mul_(0.5).add_(x.mean(0))
         return self.layer(x + self.mean)
-
-
-def test_a_copy_has_tables_of_its_own() -> None:
-    """As `copy.deepcopy` makes them: what a client hangs on its copy is nobody else's."""
-    model = nn.Sequential(nn.Linear(4, 4), Frozen(), nn.LSTM(4, 2))
-    model[0].register_forward_hook(lambda *_: None)
-    model.seen = model.also_seen = {}
-    made, twin = apart(model, {"0.weight": model[0].weight}), copy.deepcopy(model)
-    for own, other, slow in zip(model.modules(), made.modules(), twin.modules(), strict=True):
-        for name, value in vars(slow).items():
-            found = vars(other)[name]
-            assert type(found) is type(value)
-            if isinstance(value, dict):
-                assert found.keys() == value.keys()
-                assert found is not vars(own)[name]
-    assert made.seen is made.also_seen
-    assert made[0].weight is model[0].weight
-    assert made[1].mean is not model[1].mean
-    made[1].register_forward_pre_hook(lambda *_: None)
-    assert not model[1]._forward_pre_hooks
 
 
 class Attribute(nn.Module):

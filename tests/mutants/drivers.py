@@ -160,9 +160,9 @@ DRIVERS = (
     ),
     Mutant(
         "simulated clients share one model",
-        "federated/clients.py",
-        "return copy.deepcopy(part, known)",
-        "return part",
+        "federated/own_copy.py",
+        "self._make(dict(self._shared))",
+        "self._make(self._shared)",
         (
             "tests/federated/test_users_apart.py::test_what_a_model_keeps_of_one_user_does_not_reach_the_next",
         ),

@@ -16,14 +16,11 @@ and client clip by the same function. No state is kept between rounds.
 
 from __future__ import annotations
 
-import copy
 import math
 import random
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -33,12 +30,12 @@ from noshuffle.clipping.factor import SLACK, Flat, clip_factor
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import (
     InvalidInput,
-    Unsupported,
     instance_of,
     non_negative,
     positive,
     whole,
 )
+from noshuffle.federated.own_copy import Copies
 
 #: A target that counts for nothing, as in torch's cross-entropy.
 NO_TARGET = -100
@@ -47,9 +44,6 @@ _FAR = 2.0**64
 
 #: Scores and targets of a batch → one loss per example.
 LossFn = Callable[[Tensor, Tensor], Tensor]
-
-_Part = TypeVar("_Part")
-_TABLES = (dict, OrderedDict)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -203,28 +197,6 @@ def clip_delta(delta: Mapping[str, Tensor], *, clip_norm: float) -> ClippedDelta
     return ClippedDelta(values, norm, is_bad)
 
 
-def apart(part: _Part, parameters: Mapping[str, Tensor]) -> _Part:
-    """A client's own copy of a model or a loss, in which the server's parameters take part.
-
-    Whatever a layer, or an object that is called as a loss, keeps of its data (in a buffer, a
-    frozen parameter, an attribute) goes with the client; otherwise it would reach the next client,
-    past the clip norm. A plain function is returned as it is, and what it keeps outside is its own.
-    """
-    known: dict[int, Any] = {}
-    if isinstance(part, nn.Module):
-        known = {id(p): p for name, p in part.named_parameters() if name in parameters}
-        # A layer has a dozen tables of hooks, as a rule all empty: half of the time of a copy.
-        held = (value for module in part.modules() for value in vars(module).values())
-        known |= {id(own): type(own)() for own in held if type(own) in _TABLES and not own}
-    try:
-        return copy.deepcopy(part, known)
-    except Exception as error:
-        raise Unsupported(
-            f"every client trains a copy of its own, and {type(part).__name__} cannot be copied "
-            f"({error}); keep tensors with gradients out of its attributes"
-        ) from error
-
-
 @contextmanager
 def own_draws(seed: int, device: torch.device) -> Iterator[None]:
     """The generators of torch, NumPy and Python as this seed sets them; then as they were.
@@ -247,6 +219,45 @@ def own_draws(seed: int, device: torch.device) -> Iterator[None]:
             np.random.set_state(before[1])  # noqa: NPY002
 
 
+#: A client's examples → the named parameters after its local steps.
+TrainFn = Callable[[Tensor, Tensor], dict[str, Tensor]]
+
+
+def training_of(
+    model: nn.Module,
+    parameters: Mapping[str, Tensor],
+    *,
+    local: LocalTraining,
+    loss_fn: LossFn = cross_entropy,
+) -> TrainFn:
+    """What each client of a round does; without examples, parameters are as they came.
+
+    `model` and `loss_fn` stay untouched: every client trains copies as they are now (`Copies`).
+    """
+    instance_of(nn.Module, model=model)
+    instance_of(Mapping, parameters=parameters)
+    instance_of(LocalTraining, local=local)
+    models, losses = Copies(model, parameters), Copies(loss_fn, {})
+
+    def train(x: Tensor, y: Tensor) -> dict[str, Tensor]:
+        instance_of(Tensor, x=x, y=y)
+        if len(x) != len(y):
+            raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
+        own, own_loss = models(), losses()
+        now = {name: value.detach().clone() for name, value in parameters.items()}
+        for rows in local.batches(len(x)):
+            leaves = {name: value.requires_grad_() for name, value in now.items()}
+            loss = own_loss(call_with(own, leaves, (x[rows],)), y[rows]).mean()
+            grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
+            now = {
+                name: stepped(value.detach(), grad, start=parameters[name], local=local)
+                for (name, value), grad in zip(leaves.items(), grads)
+            }
+        return now
+
+    return train
+
+
 def trained(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
@@ -256,27 +267,8 @@ def trained(
     local: LocalTraining,
     loss_fn: LossFn = cross_entropy,
 ) -> dict[str, Tensor]:
-    """The named parameters after one client's local steps; as they came without examples.
-
-    `model` and `loss_fn` stay untouched (`apart`), and are what every other client finds.
-    """
-    instance_of(nn.Module, model=model)
-    instance_of(Mapping, parameters=parameters)
-    instance_of(Tensor, x=x, y=y)
-    instance_of(LocalTraining, local=local)
-    if len(x) != len(y):
-        raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
-    own, own_loss = apart(model, parameters), apart(loss_fn, {})
-    now = {name: value.detach().clone() for name, value in parameters.items()}
-    for rows in local.batches(len(x)):
-        leaves = {name: value.requires_grad_() for name, value in now.items()}
-        loss = own_loss(call_with(own, leaves, (x[rows],)), y[rows]).mean()
-        grads = torch.autograd.grad(loss, list(leaves.values()), allow_unused=True)
-        now = {
-            name: stepped(value.detach(), grad, start=parameters[name], local=local)
-            for (name, value), grad in zip(leaves.items(), grads)
-        }
-    return now
+    """The named parameters after one client's local steps."""
+    return training_of(model, parameters, local=local, loss_fn=loss_fn)(x, y)
 
 
 def local_train(
@@ -292,8 +284,12 @@ def local_train(
 
     A loss with a NaN runs through to the delta, where clipping turns it to zero.
     """
-    now = trained(model, parameters, x, y, local=local, loss_fn=loss_fn)
-    return {name: value - parameters[name].detach() for name, value in now.items()}
+    return moved(trained(model, parameters, x, y, local=local, loss_fn=loss_fn), parameters)
+
+
+def moved(now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Δ: what local steps did to the named parameters."""
+    return {name: value - start[name].detach() for name, value in now.items()}
 
 
 def stepped(value: Tensor, grad: Tensor | None, *, start: Tensor, local: LocalTraining) -> Tensor:

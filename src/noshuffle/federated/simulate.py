@@ -35,8 +35,9 @@ from noshuffle.federated.clients import (
     check_classes,
     clip_delta,
     cross_entropy,
-    local_train,
+    moved,
     own_draws,
+    training_of,
 )
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.per_user import Spending, spending
@@ -206,11 +207,12 @@ def _alone(
     loss_fn: LossFn,
 ) -> Deltas:
     device = next(iter(parameters.values())).device
+    train = training_of(model, parameters, local=local, loss_fn=loss_fn)
     for user in users:
         x, y = (part.to(device) for part in task.client(user))
         with _named([user]):
-            delta = local_train(model, parameters, x, y, local=local, loss_fn=loss_fn)
-        yield user, delta
+            now = train(x, y)
+        yield user, moved(now, parameters)
 
 
 def _together(
@@ -234,7 +236,7 @@ def _together(
                 model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
             )
         for i, place in enumerate(some):
-            yield users[place], {name: own[i] - parameters[name] for name, own in now.items()}
+            yield users[place], moved({name: own[i] for name, own in now.items()}, parameters)
 
 
 @contextmanager

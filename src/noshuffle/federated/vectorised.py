@@ -31,7 +31,8 @@ from torch.func import grad, vmap
 
 from noshuffle.clipping.stateless import call_with
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.federated.clients import LocalTraining, LossFn, apart, cross_entropy
+from noshuffle.federated.clients import LocalTraining, LossFn, cross_entropy
+from noshuffle.federated.own_copy import Copies
 from noshuffle.federated.recurrent import is_plain, unrolled
 
 Rows = NDArray[np.int64]
@@ -129,7 +130,7 @@ def trained_many(
     Entry s of `batches` is (x, y, weights) of step s; `model` has no LSTM of torch's own.
     """
     start = {name: value.detach() for name, value in parameters.items()}
-    own = weighted_loss(apart(model, parameters), apart(loss_fn, {}))
+    own = weighted_loss(Copies(model, parameters)(), Copies(loss_fn, {})())
     gradient = vmap(grad(own), randomness="different")
     rows = max(2, clients)
     now = {name: value.expand(rows, *value.shape) for name, value in start.items()}
