@@ -10,7 +10,7 @@ Clients' own metrics are not collected and federated evaluation is not done: bot
 functions of private data without noise. `evaluate_fn` of `start` evaluates the released parameters
 on data that the server holds; keep those public, or held out from people outside the guarantee.
 
-State: which node was asked for whom in the open round, and the messages that asked.
+State: which node was asked for whom in the open round.
 """
 
 from __future__ import annotations
@@ -42,6 +42,7 @@ from noshuffle.federated.flower_identity import (
     read_public_keys,
     tell,
 )
+from noshuffle.federated.flower_replies import ask
 from noshuffle.federated.flower_wire import short
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
@@ -104,7 +105,6 @@ class PrivateStrategy(Strategy):
         self._poll = poll
         self._on_round = on_round
         self._asked: dict[int, UserId] = {}
-        self._sent: list[Message] = []
         self._timeout: float | None = None
 
     def start(
@@ -142,8 +142,7 @@ class PrivateStrategy(Strategy):
             if not self.rounds.is_open:
                 log(INFO, "round %i: too few users are free; the run ends here", server.round)
                 break
-            replies = grid.send_and_receive(messages, timeout=timeout) if messages else ()
-            arrays, _ = self.aggregate_train(number, replies)
+            arrays, _ = self.aggregate_train(number, ask(grid, messages, timeout=timeout))
             if arrays is not None:
                 result.arrays = arrays
             self._evaluate(result, evaluate_fn)
@@ -177,7 +176,7 @@ class PrivateStrategy(Strategy):
 
         Guarantees: when messages are returned, step and cohort are on the disk.
         """
-        self._asked, self._sent = {}, []
+        self._asked = {}
         server = self.rounds.server
         server.user_identity = getattr(self._identities, USER_IDENTITY, GIVEN)
         users = self._identities.online(grid)
@@ -197,11 +196,10 @@ class PrivateStrategy(Strategy):
         content = RecordDict({wire.ARRAYS: arrays, wire.CONFIG: order})
         # Who comes back after the round is over need not train for nothing.
         ttl = None if self._timeout is None else self._timeout + CLOCKS
-        self._sent = [
+        return [
             Message(content, node, MessageType.TRAIN, group_id=str(server_round), ttl=ttl)
             for node in self._asked
         ]
-        return self._sent
 
     def _begin(self, users: dict[UserId, int]) -> Invitation | None:
         order_fn = self._check_ins or in_random_order(sorted(users), seed=0)
@@ -223,7 +221,7 @@ class PrivateStrategy(Strategy):
             if line is not None:
                 tell(line)
         report = self.rounds.finish()
-        self._asked, self._sent = {}, []
+        self._asked = {}
         # Rounds are counted from 0, as in the ledger and in every refusal; Flower's from 1.
         log(INFO, "round %i: asked %i, answered %i", report.step, report.asked, report.answered)
         if self._on_round is not None:
@@ -232,7 +230,7 @@ class PrivateStrategy(Strategy):
 
     def _take(self, reply: Message) -> str | None:
         """One reply: None if it is used, else why not."""
-        node = wire.asked_node(reply, self._sent)
+        node = reply.metadata.src_node_id
         user = self._asked.get(node)
         where = f"round {self.rounds.server.round}"
         if reply.has_error():

@@ -35,6 +35,7 @@ from flwr.serverapp import Grid
 from noshuffle.errors import InvalidInput, positive
 from noshuffle.federated import flower_wire as wire
 from noshuffle.federated.cohort import UserId
+from noshuffle.federated.flower_replies import ask
 from noshuffle.federated.flower_wire import short
 from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED
 
@@ -139,10 +140,8 @@ class Handshake:
         question = RecordDict({wire.IDENTITY: ConfigRecord({wire.USER: "who are you?"})})
         messages = [Message(question, node, wire.ASK_IDENTITY) for node in nodes]
         said: dict[int, UserId] = {}
-        for reply in grid.send_and_receive(messages, timeout=self._timeout):
-            node = wire.asked_node(reply, messages)
-            if node not in nodes:
-                continue
+        for reply in ask(grid, messages, timeout=self._timeout):
+            node = reply.metadata.src_node_id
             if reply.has_error() or node in said:
                 what = "does not say" if reply.has_error() else "says twice"
                 tell(f"node {node} {what} who it is; it is asked again when it is needed")

@@ -16,7 +16,7 @@ bit. What a client sends is data of a stranger: reading it ends in tensors or in
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 import torch
 from flwr.app import ArrayRecord, ConfigRecord, Message, RecordDict
@@ -50,18 +50,6 @@ def to_tensors(record: object) -> dict[str, Tensor]:
         return {name: torch.from_numpy(array.numpy()) for name, array in record.items()}
     except Exception as error:  # bytes of a stranger: whatever goes wrong is their fault
         raise InvalidInput(f"the arrays cannot be read ({type(error).__name__})") from None
-
-
-def asked_node(reply: Message, sent: Iterable[Message]) -> int:
-    """The node that a reply is about: its sender, or for a word of the SuperLink whom we wrote to.
-
-    Where a SuperNode is gone, the SuperLink (node 1) answers in its place (Flower 1.41).
-    """
-    if reply.has_error():
-        for message in sent:
-            if message.metadata.message_id == reply.metadata.reply_to_message_id:
-                return message.metadata.dst_node_id
-    return reply.metadata.src_node_id
 
 
 def section(message: Message, name: str) -> ConfigRecord:
