@@ -5,19 +5,24 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tests.runs import same
 from torch import Tensor, nn
 
+from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.char_models import CharTransformer
 from noshuffle.federated.char_models import build as text_model
-from noshuffle.federated.clients import LocalTraining, trained
+from noshuffle.federated.clients import trained
 from noshuffle.federated.recurrent import unrolled
+from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import (
     groups,
     pack,
@@ -98,6 +103,42 @@ def test_the_company_does_not_matter(kind: str, how: str) -> None:
                 for name, value in alone.get(int(user), {}).items():
                     assert torch.equal(found[name][i], value), (kind, name)
         assert sorted(seen) == sorted(chosen.tolist())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_is_not_rounded_by_who_else_is_there(dtype: torch.dtype) -> None:
+    """Products of a stack of 40 and of 20 differ in their last digit, and that is 2⁻⁸."""
+    torch.manual_seed(0)
+    users, rows = 40, 3
+    x, y = torch.randn(users * rows, 64).to(dtype), torch.randint(10, (users * rows,))
+    starts = np.arange(users + 1) * rows
+    task = FederatedTask("t", "table", tuple(range(users)), starts, x, y, x[:1], y[:1], 10)
+    model = nn.Sequential(nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10)).to(dtype)
+    plan = Plan.fit(MinSeparation(1, 1, 1), mechanism="identity", noise_multiplier=1.0, unit="user")
+
+    def updates(present: int) -> dict[int, dict[str, Tensor]]:
+        found: dict[int, dict[str, Tensor]] = {}
+
+        class Heard(Rounds):
+            def receive(self, user: Any, delta: Any, **more: Any) -> str | None:
+                found[user] = delta
+                return super().receive(user, delta, **more)
+
+        server = ServerOptimizer(
+            model, plan, clip=0.01, cohort_size=users,
+            optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+        )  # fmt: skip
+        simulate(
+            Heard(server), model, task, local=LocalTraining(learning_rate=0.1, steps=4, epochs=4),
+            check_ins=lambda step: range(users), answers=lambda step, user: user < present,
+        )  # fmt: skip
+        return found
+
+    everybody = updates(users)
+    for present in (1, 3, 20):
+        assert all(same(delta, everybody[user]) for user, delta in updates(present).items())
+    with pytest.raises(Unsupported, match="vectorise=False"):
+        takes_together(model, device=torch.device("cpu"), vectorise=True)
 
 
 @pytest.mark.parametrize("kind", ["mlp", "small_cnn", "odd lstm", "odd transformer"])

@@ -21,6 +21,7 @@ statistics, are left to the loop.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
@@ -55,10 +56,21 @@ def is_worth_it(model: nn.Module, *, device: torch.device) -> bool:
 
 
 def takes_together(model: nn.Module, *, device: torch.device, vectorise: bool | None) -> bool:
-    """Whether clients train together: as was asked for, or where that is quicker."""
-    if vectorise and not can_vectorise(model):
+    """Whether clients train together: as was asked for, or where that is quicker.
+
+    Never in half precision on a CPU, whose products of stacks are rounded by how many there are
+    (torch 2.13): who is missing would move the updates of others.
+    """
+    is_apart = device.type == "cpu" and _is_half(model)
+    if vectorise and (is_apart or not can_vectorise(model)):
         raise Unsupported("clients of this model cannot be trained together; use vectorise=False")
-    return is_worth_it(model, device=device) if vectorise is None else vectorise
+    return is_worth_it(model, device=device) and not is_apart if vectorise is None else vectorise
+
+
+def _is_half(model: nn.Module) -> bool:
+    """Whether any parameter or buffer is of half precision, or less."""
+    held = itertools.chain(model.parameters(), model.buffers())
+    return any(value.is_floating_point() and value.element_size() < 4 for value in held)
 
 
 def width(examples: int, *, local: LocalTraining) -> int:
