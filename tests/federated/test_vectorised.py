@@ -107,7 +107,7 @@ def test_the_company_does_not_matter(kind: str, how: str) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_is_not_rounded_by_who_else_is_there(dtype: torch.dtype) -> None:
-    """Products of a stack of 40 and of 20 differ in their last digit, and that is 2⁻⁸."""
+    """Sums in a stack of 40 and in one of 20 differ in the last digit, and that is 2⁻⁸."""
     torch.manual_seed(0)
     users, rows = 40, 3
     x, y = torch.randn(users * rows, 64).to(dtype), torch.randint(10, (users * rows,))

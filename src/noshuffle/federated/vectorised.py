@@ -58,8 +58,8 @@ def is_worth_it(model: nn.Module, *, device: torch.device) -> bool:
 def takes_together(model: nn.Module, *, device: torch.device, vectorise: bool | None) -> bool:
     """Whether clients train together: as was asked for, or where that is quicker.
 
-    Never in half precision on a CPU, whose products of stacks are rounded by how many there are
-    (torch 2.13): who is missing would move the updates of others.
+    Never in half precision on a CPU, where `value.add(pull, alpha=…)` rounds the last entries of a
+    stack in another way (torch 2.13): who is missing would move the updates of others.
     """
     is_apart = device.type == "cpu" and _is_half(model)
     if vectorise and (is_apart or not can_vectorise(model)):
