@@ -9,6 +9,7 @@ so nothing of one user ever enters another's arithmetic, a NaN included. On a CP
 depend on the other clients: a client's shapes follow from its own data (`width`), so that one by
 itself (`trained_alone`) gets the bits it has in any group. Hence parameters are stacked from the
 first step on, and one client is computed as two, since a stack of one convolution goes another way.
+(Some activations, sigmoid and GELU among them, may differ in the last digit at a stack's end.)
 
 LSTM layers are written out in time (`recurrent`); other recurrent layers, and models with batch
 statistics, are left to the loop.
