@@ -201,6 +201,73 @@ def test_an_older_state_that_was_put_back_in_place_pays_for_itself(budget: Budge
     assert len(budget.entries()) == 2
 
 
+def put_back(run: Path, backup: Path, how: str) -> None:
+    """A backup in the place of a run folder."""
+    if how == "removed":
+        shutil.rmtree(run)
+    else:
+        run.rename(run.with_name("moved"))
+    shutil.copytree(backup, run)
+
+
+@pytest.mark.parametrize("how", ["removed", "moved away"])
+@pytest.mark.parametrize("lives", [0, 1, 2])
+def test_a_backup_that_was_put_back_does_not_speak_for_what_was_lost(
+    budget: Budget, tmp_path: Path, how: str, lives: int
+) -> None:
+    """Six steps left; a ledger that knows of one, and what it goes on with, is another run's."""
+    plan, run, backup = plan_of(1.0, steps=8), tmp_path / "run", tmp_path / "backup"
+
+    def first() -> None:
+        sums = sums_of(budget, plan, run=run)
+        for step in range(6):
+            if step == 1:
+                shutil.copytree(run, backup)
+            sums.add([0.5], ids=[step])
+
+    def later() -> None:
+        sums = sums_of(budget, plan, run=run)
+        while sums.step < 3:
+            sums.add([0.5], ids=[sums.step])
+
+    os.waitpid(in_a_child(first), 0)
+    file = run / "ledger.sqlite"
+    number, tries = file.stat().st_ino, 0
+    put_back(run, backup, how)
+    # ext4 gives the next file the number of one that was removed, now and then of another one
+    while how == "removed" and file.stat().st_ino != number and (tries := tries + 1) < 20:
+        put_back(run, backup, how)
+    for _ in range(lives):
+        os.waitpid(in_a_child(later), 0)
+    budget.sweep()
+    rest = plan.mu(3) if lives else 0.0
+    assert mu_of(budget) >= math.hypot(plan.mu(6), rest) * (1 - 1e-12)
+    assert math.isclose(mu_of(budget), math.hypot(plan.mu(), rest))
+    assert len(budget.entries()) == (2 if lives else 1)
+
+
+def test_a_copy_whose_first_process_was_killed_at_once_is_still_a_copy(
+    budget: Budget, tmp_path: Path, monkeypatch: Any
+) -> None:
+    """It came as far as its ledger, and not into the books: the next one is not the original."""
+    plan, run, copied = plan_of(1.0, steps=4), tmp_path / "run", tmp_path / "copy"
+    sums = sums_of(budget, plan, run=run)
+    sums.add([0.5], ids=[1])
+    shutil.copytree(run, copied)
+
+    def ends(*args: Any, **more: Any) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def work() -> None:
+        monkeypatch.setattr(Budget, "open", ends)
+        sums_of(budget, plan, run=copied)
+
+    os.waitpid(in_a_child(work), 0)
+    sums_of(budget, plan, run=copied)
+    assert len(budget.entries()) == 2
+    assert math.isclose(mu_of(budget), plan.mu() * math.sqrt(2))
+
+
 @pytest.mark.parametrize("epsilon", [5e-324, 1e-12, 1e9, 1e308])
 def test_limits_that_mean_nothing_are_refused(tmp_path: Path, epsilon: float) -> None:
     with pytest.raises(InvalidInput, match="between 1e-9 and 1e6"):

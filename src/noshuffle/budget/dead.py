@@ -2,16 +2,15 @@
 
 A run is dead when its folder can be locked (the system lets go of a lock when its process ends).
 What its ledger shows is believed only if the chain is whole, it knows every process that the budget
-knows of, and no checkpoint or statement knows of more steps; otherwise nothing is given back and
-the run stays charged for all that it reserved. The lock is held until the charge is written, so
-nobody goes on with the run in between.
+knows of, it is the file that the last of them wrote, and no checkpoint or statement knows of more
+steps; otherwise nothing is given back and the run stays charged for all that it reserved. The lock
+is held until the charge is written, so nobody goes on with the run in between.
 
 State: none.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
@@ -24,6 +23,7 @@ from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release.account import is_in_one_piece, uncounted
 from noshuffle.release.facts import void_notes
+from noshuffle.release.file_identity import identity, is_same
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
 from noshuffle.release.ledger_tables import Evidence, described, edits
@@ -57,14 +57,16 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
             facts = evidence.bound()
             void = void_notes(described(facts, (), (), evidence.mixing(), ends=(), units=None))
             rows = list(evidence.rows())
-            told = {json.loads(event.body).get("keys") for event in evidence.log("life")}
-            is_whole = next(edits(evidence), None) is None
+            told = {life.get("keys"): life for life in evidence.notes("life")}
+            is_whole, now = next(edits(evidence), None) is None, identity(run.ledger_file)
         finally:
             evidence.close()
     except (NoshuffleError, OSError, sqlite3.DatabaseError, ValueError):
         return None
-    is_newest = facts.get("budget") == origin and set(lives) <= told
-    if not is_whole or not is_newest or steps_in_files(run) > len(rows):
+    is_newest = facts.get("budget") == origin and set(lives) <= told.keys()
+    # A backup in its place, and whatever went on from there, lacks steps that were released.
+    is_its_own = bool(lives) and is_newest and is_same(told[lives[-1]], now)
+    if not is_whole or not is_its_own or steps_in_files(run) > len(rows):
         return None
     steps, units = len(rows), None
     if steps and is_in_one_piece(plan, facts):

@@ -15,11 +15,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.facts import void_notes
+from noshuffle.release.file_identity import is_same
 from noshuffle.release.spending import COUNTS, Ancestor, spent
 from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement, reasons
@@ -145,10 +146,6 @@ def enter(
         # Before the charge: a folder whose run the limit refused must not go on without it.
         ledger.bind(ASKED, budget.name)
     before, notes = uncounted(ancestors, budget.name), ledger.notes("life")
-    # A ledger in another file than in its last life was copied or restored: its newest keys alone
-    # name it, so that it pays for itself.
-    files = [life.get("inode") for life in notes[-2:]]
-    is_copy = len(files) > 1 and files[0] not in (None, files[1])  # None: it was kept in memory
     charge = budget.open(
         "run" if folder is None else f"run {folder.path.name}",
         spent(plan, plan.steps, ancestors=before),
@@ -157,7 +154,7 @@ def enter(
         run=None if folder is None else folder.path.resolve(),
         origin=origin,
         parents=[one.budget for one in ancestors if one not in before],
-        lives=[str(life["keys"]) for life in (notes[-1:] if is_copy else notes)],
+        lives=_lives_here(notes),
         released=ledger.released,
         keeps_draws=plan.participation.keeps_draws,
     )
@@ -168,6 +165,17 @@ def enter(
     expose(charge, ledger)  # its last process may have ended between its ledger and the books
     ledger.note("budget", words=charge.words())
     return charge
+
+
+def _lives_here(notes: Sequence[Mapping[str, Any]]) -> list[str]:
+    """The keys of the newest life, and of those before it as long as their ledger was this file.
+
+    A ledger that came from another file was copied or restored: what it was before is another run
+    in the books, or the same one with steps that this ledger lacks, so that it pays for itself.
+    """
+    is_here = [is_same(life, notes[-1]) for life in notes]
+    start = max((i + 1 for i, same in enumerate(is_here) if not same), default=0)
+    return [str(life["keys"]) for life in notes[start:]]
 
 
 def expose(charge: Charge | None, ledger: Ledger) -> None:

@@ -35,6 +35,7 @@ from noshuffle.participation import DrawnStages, Participation, Stages, stages_o
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint, guard
 from noshuffle.release.facts import EARLIER, RELEASED_BY, released_by, write_statement
+from noshuffle.release.file_identity import identity
 from noshuffle.release.files import write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import take
@@ -123,7 +124,7 @@ def begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
         ring=ring.digest,
         version=__version__,
         torch=torch.__version__,
-        inode=None if file is None else file.stat().st_ino,
+        **({} if file is None else identity(file)),
     )
 
 
