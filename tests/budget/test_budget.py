@@ -401,6 +401,22 @@ def test_a_limit_that_was_edited_in_plain_text_is_refused(budget: Budget) -> Non
         Budget(budget.folder)
 
 
+def test_a_full_disk_is_not_told_as_damage(budget: Budget, monkeypatch: Any) -> None:
+    """SQLite ends a transaction by itself when it cannot write: to end it once more is an error."""
+    connect = store.Books._connect
+
+    def connected(self: store.Books) -> sqlite3.Connection:
+        db = connect(self)
+        (size,) = db.execute("PRAGMA page_count").fetchone()
+        db.execute(f"PRAGMA max_page_count={size}")
+        return db
+
+    monkeypatch.setattr(store.Books, "_connect", connected)
+    with pytest.raises(sqlite3.OperationalError, match="database or disk is full"):
+        budget.unprotected("x" * 100_000)
+    assert budget.declared() == []
+
+
 def test_books_that_were_put_back_are_refused(budget: Budget, tmp_path: Path) -> None:
     sums_of(budget)
     shutil.copy(budget.folder / "books.sqlite", tmp_path / "old")

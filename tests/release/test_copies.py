@@ -20,7 +20,7 @@ import pytest
 import torch
 from tests.release import folders
 
-from noshuffle.errors import NoshuffleError, ReplayRefused
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
 from noshuffle.noise import Source
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
@@ -282,6 +282,8 @@ def test_a_run_that_was_killed_while_its_ledger_was_made_begins(
     with closing(sqlite3.connect(tmp_path / "run/ledger.sqlite")) as db:
         for statement in SCHEMA.split(";")[:tables]:
             db.execute(statement)
+    with pytest.raises(InvalidInput, match="no run has begun"):  # and nothing is refuted
+        verify(tmp_path / "run")
     left(opened(tmp_path / "run", strategy))
     again = opened(tmp_path / "run", strategy)
     give(again, torch.zeros(WIDE))

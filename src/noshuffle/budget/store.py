@@ -79,7 +79,8 @@ class Books:
                 yield events, lambda kind, body: self._add(db, kind, body)
                 db.execute("COMMIT")
             except BaseException:
-                db.execute("ROLLBACK")
+                if db.in_transaction:  # SQLite has undone it by itself where the disk is full
+                    db.execute("ROLLBACK")
                 raise
             if last_link(db) != before:
                 self._write_anchor(db)

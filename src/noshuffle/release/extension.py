@@ -133,9 +133,8 @@ def finish(folder: RunFolder) -> None:
     if not folder.is_started or not folder.ledger_file.exists():
         return
     with closing(Evidence(folder.ledger_file)) as evidence:
-        is_made = {"log", "steps"} <= evidence.names()  # not if killed while they were being made
-        notes = evidence.notes(EXTENDED) if is_made else []
-        steps = sum(1 for _ in evidence.rows()) if is_made else 0
+        notes = evidence.notes(EXTENDED) if evidence.is_made else []
+        steps = sum(1 for _ in evidence.rows()) if evidence.is_made else 0
     if not notes:
         return
     old, new = folder.plan(), Plan.from_json(notes[-1]["plan"])

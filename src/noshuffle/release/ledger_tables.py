@@ -261,6 +261,11 @@ class LedgerTables:
         """The tables that there are."""
         return {str(name) for (name,) in self.db.execute("SELECT name FROM sqlite_master")}
 
+    @property
+    def is_made(self) -> bool:
+        """Whether the tables are there; not where a process ended while it made them."""
+        return {"log", "steps"} <= self.names()
+
     def bound(self) -> dict[str, str]:
         """Every fact that was bound, and how many steps the summary covers."""
         return {str(k): str(v) for k, v in self.db.execute("SELECT name, value FROM meta")}

@@ -34,8 +34,9 @@ def refuse_unfinished(run: RunFolder) -> None:
         return
     try:
         with closing(Evidence(run.ledger_file)) as evidence:
-            has_steps = next(evidence.rows(), None) is not None
-            is_half = is_half_extended(evidence, run)
+            is_made = evidence.is_made
+            has_steps = is_made and next(evidence.rows(), None) is not None
+            is_half = is_made and is_half_extended(evidence, run)
     except FileNotFoundError:
         has_steps = is_half = False
     except (OSError, sqlite3.Error, ValueError, TypeError, KeyError):
