@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shutil
 import warnings
 from dataclasses import replace
 from pathlib import Path
@@ -145,6 +146,28 @@ def test_a_stream_of_unknown_length_is_one_run(budget: Budget, tmp_path: Path) -
     with pytest.raises(Unsupported, match="unknown length"):
         model(budget=people).partial_fit(x[:10], y[:10])
     assert people.total().mu == 0
+
+
+def test_copies_of_a_stream_pay_for_themselves_in_later_phases_too(
+    budget: Budget, tmp_path: Path
+) -> None:
+    x, y = table(1700)
+    stream = model(budget=budget, batch_size=50).partial_fit(x[:1500], y[:1500])
+    stream.save(tmp_path / "saved")
+    assert (tmp_path / "saved/phase-2").exists()
+    shutil.copytree(tmp_path / "saved", tmp_path / "copy")
+    del stream  # and with it the lock of the folder
+
+    def goes_on(name: str, *, rows: int) -> None:
+        again = PrivateLogisticRegression.load(tmp_path / name)
+        part = slice(again.n_rows_, again.n_rows_ + rows)
+        again.partial_fit(x[part], y[part]).save(tmp_path / name)
+
+    one = gaussian.mu(epsilon=1.0, delta=DELTA)
+    for name, runs in (("saved", 1), ("copy", 2), ("saved", 2), ("copy", 2)):
+        goes_on(name, rows=50)
+        assert len(budget.entries()) == runs
+        assert math.isclose(budget.total().mu, one * math.sqrt(runs), rel_tol=1e-9)
 
 
 def test_solvers_are_charged_for_their_proof(budget: Budget) -> None:

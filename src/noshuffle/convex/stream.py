@@ -38,7 +38,8 @@ from noshuffle.convex.waiting import WaitingRows
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
-from noshuffle.release.account import Account, Charge
+from noshuffle.release.account import Account, Charge, pays_for_itself
+from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
 from noshuffle.release.unit_ids import Ids
 
@@ -140,6 +141,8 @@ class LearningStream(OneOwner):
     def _open(self, run: str | Path | None) -> None:
         # The name differs from phase to phase: under a test seed all of them have one key.
         self._name = f"phase {len(self.phases)}"
+        # The place of the first phase is that of all: no unit lies in two of them.
+        is_charged = len(self.phases) == 1 or (run and pays_for_itself(RunFolder(run)))
         self.release = Release.begin(
             self.phase.plan,
             {self._name: (self.rule.size,)},
@@ -147,9 +150,9 @@ class LearningStream(OneOwner):
             divisor=self.phase.batch_size,
             run=run,
             source=self._source,
-            budget=self._account if len(self.phases) == 1 else None,
+            budget=self._account if is_charged else None,
         )
-        self.charge = self.charge or self.release.charge  # no unit lies in two phases
+        self.charge = self.charge or self.release.charge
         self.release.write_statement()
         self.has_ended = False
         self.units.secret = self.units.secret or self.release.id_secret.hex()

@@ -14,13 +14,15 @@ State: none.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
 from noshuffle.release.facts import void_notes
-from noshuffle.release.file_identity import is_same
+from noshuffle.release.file_identity import identity, is_same
+from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS, Ancestor, spent
 from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement, reasons
@@ -176,6 +178,19 @@ def _lives_here(notes: Sequence[Mapping[str, Any]]) -> list[str]:
     is_here = [is_same(life, notes[-1]) for life in notes]
     start = max((i + 1 for i, same in enumerate(is_here) if not same), default=0)
     return [str(life["keys"]) for life in notes[start:]]
+
+
+def pays_for_itself(folder: RunFolder) -> bool:
+    """Whether a later phase of a stream needs a place of its own in a budget: one that was copied
+    or restored, and so goes on beside the phases that the first one pays for, or that has one."""
+    if not folder.ledger_file.exists():
+        return False
+    with closing(Evidence(folder.ledger_file)) as evidence:
+        if not evidence.is_made:  # its process was killed before it began
+            return False
+        now, notes = identity(folder.ledger_file), evidence.notes("life")
+        has_place = not {"budget", ASKED}.isdisjoint(evidence.bound())
+    return has_place or not all(is_same(life, now) for life in notes)
 
 
 def expose(charge: Charge | None, ledger: Ledger) -> None:
