@@ -368,4 +368,28 @@ RELEASE = (
         ("tests/budget/test_budget.py",),
         "budget",
     ),
+    Mutant(
+        "a backup in the place of a killed run speaks for it",
+        "budget/dead.py",
+        "is_newest and is_same(told[lives[-1]], now)",
+        "is_newest",
+        ("tests/budget/test_budget.py",),
+        "budget",
+    ),
+    Mutant(
+        "a new file with the inode number of a removed one is that file",
+        "release/file_identity.py",
+        '"born": _born(file)}',
+        '"born": None}',
+        ("tests/release/test_file_identity.py",),
+        "budget",
+    ),
+    Mutant(
+        "a copy of a later phase of a stream pays nothing",
+        "release/account.py",
+        "return has_place or not all(is_same(life, now) for life in notes)",
+        "return has_place",
+        ("tests/budget/test_faces.py",),
+        "budget",
+    ),
 )
