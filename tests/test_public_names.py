@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import ast
+import importlib
+import re
 import subprocess
 import sys
 import typing
+from pathlib import Path
 
 import pytest
 
 import noshuffle
 
+ROOT = Path(__file__).parents[1]
 #: Every way to a module of the mathematics, in a process that has imported none of them.
 LATE = """
 import sys
@@ -56,3 +61,37 @@ def test_accounting_is_imported_on_first_use() -> None:
 @pytest.mark.parametrize("name", ["fit", "epsilon", "positions", "monte_carlo"])
 def test_types_of_a_plan_can_be_asked_for(name: str) -> None:
     assert "return" in typing.get_type_hints(getattr(noshuffle.Plan, name))
+
+
+def has(path: str) -> bool:
+    """Whether a dotted name leads to a module, or to something in one."""
+    parts = path.split(".")
+    for end in range(len(parts), 0, -1):
+        try:
+            found = importlib.import_module(".".join(parts[:end]))
+        except ImportError:
+            continue
+        try:
+            for part in parts[end:]:
+                found = getattr(found, part)
+        except AttributeError:
+            return False
+        return True
+    return False
+
+
+def test_names_that_texts_and_errors_give_are_there() -> None:
+    """Whoever follows "pass ids= (noshuffle.training.with_ids)" finds it there."""
+    texts = {path: path.read_text("utf8") for path in (ROOT / "docs").rglob("*.md")}
+    texts[ROOT / "README.md"] = (ROOT / "README.md").read_text("utf8")
+    for path in (ROOT / "src").rglob("*.py"):
+        nodes = ast.walk(ast.parse(path.read_text("utf8")))
+        constants = (node.value for node in nodes if isinstance(node, ast.Constant))
+        texts[path] = "\n".join(value for value in constants if isinstance(value, str))
+    named = {
+        (name.replace("ns.", "noshuffle.", 1) if name.startswith("ns.") else name, path.name)
+        for path, text in texts.items()
+        for name in re.findall(r"\b(?:noshuffle|ns)(?:\.[A-Za-z_]\w*)+", text)
+    }
+    assert len(named) > 100
+    assert [(name, path) for name, path in sorted(named) if not has(name)] == []

@@ -29,6 +29,7 @@ def rows_of(text: str, **options: object) -> NumberRows:
         ("a,b,\n1,2,\n", "a column without a name"),  # all rows would count as zeros
         ("a,b\n1_0,2\n", "column 'a' holds text"),  # Python's ten
         ("\n\n", "is empty"),
+        ("a,b, b\n1,2,3\n", "names column 'b' twice in its first line"),
     ],
 )
 def test_sums_refuse(text: str, said: str) -> None:

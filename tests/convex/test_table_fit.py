@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from scipy import sparse
 from scipy.stats import beta
+from sklearn.base import clone
 
 import noshuffle
 from noshuffle.accounting import gaussian
@@ -280,6 +281,33 @@ def test_a_table_without_bounds_is_warned_of() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error", NoBounds)
         PrivateLogisticRegression(epsilon=1.0, classes=[0, 1], bounds=(-4, 4)).fit(x + 9, y)
+
+
+@pytest.mark.parametrize("is_cloned", [False, True])
+def test_a_regression_without_bounds_of_its_targets_is_warned_of(is_cloned: bool) -> None:
+    """Targets around 100 are all clamped to 1, and nobody gave the statement those bounds."""
+    x = np.random.default_rng(0).normal(size=(60, 2))
+    model = PrivateLinearRegression(epsilon=1.0, bounds=(-4, 4))
+    model = clone(model) if is_cloned else model
+    with pytest.warns(NoBounds, match=r"target_bounds is \(-1.0, 1.0\), its default"):
+        model.fit(x, 100 + x[:, 0])
+    said = next(s for s in model.privacy_.assumptions if "target_bounds" in s)
+    assert said.startswith("bounds were given")
+    assert said.endswith("target_bounds is (-1.0, 1.0), its default.")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", NoBounds)
+        model = PrivateLinearRegression(epsilon=1.0, bounds=(-4, 4), target_bounds=(90, 110))
+        model.fit(x + 9, 100 + x[:, 0])
+    assert any(s.startswith("bounds and target_bounds were") for s in model.privacy_.assumptions)
+
+
+def test_columns_without_bounds_are_warned_of_in_regressions_and_under_a_budget(
+    tmp_path: Path,
+) -> None:
+    x = np.random.default_rng(1).normal(size=(60, 2))
+    budget = noshuffle.Budget(tmp_path / "b", epsilon=5.0, delta=1e-5)
+    with pytest.warns(NoBounds, match="give bounds="):
+        PrivateLinearRegression(target_bounds=(-4, 4), budget=budget).fit(x, x[:, 0])
 
 
 def test_a_search_is_within_its_epsilon(tmp_path: Path) -> None:

@@ -54,6 +54,25 @@ def test_a_stream_refuses_them_and_goes_on() -> None:
     assert np.isfinite(stream.coef_).all()
 
 
+@pytest.mark.parametrize(
+    ("column", "kind"),
+    [(["Oslo", "Rome"] * 30, "(object|str)"), (["2026-01-02"] * 60, "datetime64")],
+)
+def test_columns_of_no_numbers_are_named(column: list[str], kind: str) -> None:
+    """scikit-learn and NumPy would say that 'Oslo' is no float, and not in which column."""
+    pd = pytest.importorskip("pandas")
+    frame = pd.DataFrame({"age": X[:, 0].astype(object), "city": column})
+    if "-" in column[0]:
+        frame = frame.astype({"age": float, "city": "datetime64[ns]"})
+    with pytest.raises(InvalidInput, match=rf"X must hold numbers, got column 'city' \({kind}"):
+        convex.PrivateLinearRegression(**ASKED).fit(frame, X[:, 0])
+
+
+def test_bounds_that_are_no_numbers_are_told_back() -> None:
+    with pytest.raises(InvalidInput, match=r"or 'private'; got 'pritvate'"):
+        convex.PrivateLinearRegression(bounds="pritvate", target_bounds=(0, 1)).fit(X, X[:, 0])
+
+
 @pytest.mark.parametrize("classes", ["yes", 3, {}])
 def test_classes_are_a_list(classes: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^classes must be a list"):

@@ -99,6 +99,9 @@ def test_what_would_be_refused_later_is_said_before_the_first_step():
     assert poisson.check(sampled).is_fine
     plain = DataLoader(numbered, batch_sampler=poisson.sampler(20))  # fails where a draw is empty
     assert verdicts(poisson.check(plain))["order"] == "warning"
+    small = make(size=10).check(DataLoader(DATA, batch_size=5))  # parts, or a mistake
+    (size,) = (row for row in small.findings if row.name == "batch size")
+    assert (size.verdict, "unless parts are added up" in size.advice) == ("ok", True)
     arrays = [(X[:5].numpy(), Y[:5])] * 4
     assert verdicts(make().check(arrays)) == {"data": "refused"}
 

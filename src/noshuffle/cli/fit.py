@@ -15,6 +15,7 @@ from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.run_home import check_new_folder, dated
 from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError
+from noshuffle.rounding import up
 
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
@@ -72,7 +73,7 @@ def fit(asked: FitSettings, output: Output) -> None:
     statement = _write_results(RunFolder(path), model, table, how, choice.words())
     write_report(path)
     note_files(path)
-    _print(model, statement, path, as_json=output.json)
+    _print(model, statement, path, how.get("together"), as_json=output.json)
 
 
 def _scored(model: Any) -> str:
@@ -142,7 +143,9 @@ def _write_metrics(run: Any, model: Any) -> None:
         run.append_metrics(row)
 
 
-def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
+def _print(
+    model: Any, statement: Any, path: Path, together: dict[str, float] | None, *, as_json: bool
+) -> None:
     page = path / "report.html"
     score = "accuracy" if hasattr(model, "classes_") else "R²"
     unscored = model.progressive_score_ != model.progressive_score_  # batches predict nothing first
@@ -156,9 +159,13 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             "rows_left_out": getattr(model, "n_left_out_", None),
             "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
-        }
+        } | ({"together": together} if together else {})
         print_json(record)
         return
+    # Before the statement, whose ε is smaller: nobody may take that for all of it.
+    if together and not statement.not_private:
+        epsilon, delta = up(together["epsilon"]), up(together["delta"])
+        say(f"(ε = {epsilon}, δ = {delta})-DP in all: categories and model. The model alone:")
     say(statement.words())
     print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
     if hasattr(model, "n_left_out_"):

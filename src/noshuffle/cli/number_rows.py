@@ -63,7 +63,8 @@ class CellRows:
         if not has_header:
             self._kept, self.names = first, [str(i + 1) for i in range(len(first))]
         if len(set(self.names)) < len(first):
-            raise InvalidInput(f"{name} names a column twice in its first line")
+            twice = next(one for one in self.names if self.names.count(one) > 1)
+            raise InvalidInput(f"{name} names column {twice!r} twice in its first line; rename one")
 
     def _read(self) -> Iterator[list[str]]:
         try:
@@ -71,7 +72,7 @@ class CellRows:
         except (csv.Error, UnicodeDecodeError, EOFError, gzip.BadGzipFile, zlib.error) as error:
             raise InvalidInput(
                 f"{self.name} could not be read as a CSV table in UTF-8, after line "
-                f"{self._reader.line_num}: {error}"
+                f"{self._reader.line_num}: {error}; write it anew as text in UTF-8"
             ) from None
 
     def require(self, *columns: str | None) -> None:

@@ -110,7 +110,7 @@ def read_table(
         elif hash_text is None:
             raise InvalidInput(
                 f"column {name!r} holds text; give its categories (a public list, or private to "
-                "have them found within ε), or use hash_text=16"
+                "have them found within ε), use hash_text=16, or leave it out of the file"
             )
         else:
             blocks.append(_indicators(name, column, hash_text))

@@ -111,6 +111,8 @@ def refuse(name: str, layer: nn.Module) -> None:
         wide = layer.num_features
         why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead, or "
         why += "noshuffle.fix(model).model"
+        if layer.running_mean is not None:  # of a pretrained backbone, say
+            why += " (statistics='keep': those that it has, of public data, frozen)"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm or layer.scale_grad_by_freq:
             option = "max_norm" if layer.max_norm else "scale_grad_by_freq"

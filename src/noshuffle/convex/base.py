@@ -167,8 +167,13 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         numeric = isinstance(self, RegressorMixin)
         try:
             return validate_data(self, X, y, y_numeric=numeric, **checks)  # type: ignore[no-any-return]
-        except ValueError as error:
+        except (ValueError, TypeError) as error:
             if "Input X contains NaN" not in str(error):  # scikit-learn would name other models
+                if column := _column_of_no_numbers(X):
+                    raise InvalidInput(
+                        f"X must hold numbers, got column {column}; make numbers of it (text: "
+                        "PrivateOneHot in a ColumnTransformer), or leave it out"
+                    ) from None
                 raise
             raise InvalidInput(
                 "X contains NaN; give missing='skip' to leave such rows out, or fill the gaps"
@@ -249,8 +254,9 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self._most_weight *= self.rows_per_unit
         why = self._choose(X, run=run, is_weighted=weight is not None)
         sketched = frozenset[int]()
-        if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            sketched = warn_if_fitted_before(X)
+        if self.test_seed is None and self.epsilon != math.inf:
+            if self.budget is None:
+                sketched = warn_if_fitted_before(X)
             self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:
@@ -376,3 +382,15 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         secret = ("_stream", "_progress", "_finished", "_said")
         own = dict(super().__getstate__())
         return {k: v for k, v in own.items() if k not in secret and not k.startswith("_turn")}
+
+
+def _column_of_no_numbers(X: Any) -> str | None:
+    """The first column of a data frame of pandas that is none of numbers: 'city' (object)."""
+    for i, kind in enumerate(X.dtypes if hasattr(X, "iloc") and X.ndim == 2 else ()):
+        try:
+            if getattr(kind, "kind", "O") in "mM":  # days are numbers to NumPy, alone
+                raise TypeError
+            np.asarray(X.iloc[:, i], dtype=np.float64)
+        except (ValueError, TypeError):
+            return f"{X.columns[i]!r} ({kind})"
+    return None

@@ -51,7 +51,6 @@ class PrivateRegressor(NumberTargets, RegressorMixin, PrivateLinearModel):  # ty
     target_bounds: tuple[float, float] = (-1.0, 1.0)
 
     _RATE: ClassVar[float | None] = None
-    _BOUNDS: ClassVar[tuple[str, ...]] = ("bounds", "feature_bound", "target_bounds")
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = RSquared
 
     def _score_unit(self) -> float:

@@ -66,7 +66,10 @@ class RowMap:
         try:
             pairs = np.asarray(bounds, dtype=np.float64)
         except (TypeError, ValueError, OverflowError):
-            pairs = np.zeros(0)
+            raise InvalidInput(
+                f"bounds must be one pair (low, high), {features} pairs, one per column, a mapping "
+                f"of columns to pairs, or 'private'; got {bounds!r:.80}"
+            ) from None
         if pairs.shape == (2,):
             pairs = np.tile(pairs, (features, 1))
         if pairs.shape != (features, 2):

@@ -289,6 +289,12 @@ class TableFit(GradientFit):
         return None if low is None or high is None else np.column_stack([low, high])
 
     def _warn_without_bounds(self) -> None:
+        if default := self._default_targets():
+            warn_user(
+                f"target_bounds is {default}, its default: targets are clamped to it, and no "
+                "prediction leaves it; give target_bounds=(low, high), known beforehand",
+                NoBounds,
+            )
         if all(getattr(self, n) is None for n in self._BOUNDS):
             warn_user(
                 "no bounds of columns were given: rows are clipped as they come, and columns of "
@@ -298,7 +304,17 @@ class TableFit(GradientFit):
             )
 
     def _words_of_bounds(self) -> str:
+        default = self._default_targets()
+        last = f" target_bounds is {default}, its default." if default else ""
         if is_private(self.bounds):
-            return FOUND
+            return FOUND + last
         given = [n for n in self._BOUNDS if getattr(self, n) is not None]
-        return GIVEN_BOUNDS.format(" and ".join(given)) if given else _UNBOUNDED
+        first = "" if given else _UNBOUNDED + " "
+        if default is None and hasattr(self, "target_bounds"):
+            given.append("target_bounds")
+        return (first + (GIVEN_BOUNDS.format(" and ".join(given)) if given else "")).strip() + last
+
+    def _default_targets(self) -> str | None:
+        """The bounds of targets, where nobody gave any. `clone` makes them anew: no `is`."""
+        default = repr(getattr(type(self), "target_bounds", None))
+        return default if default == repr(getattr(self, "target_bounds", 0)) else None

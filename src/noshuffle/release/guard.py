@@ -242,7 +242,8 @@ def check_sampled(*, step: int, ids: Ids | None, drawn: Ids, is_partial: bool = 
     if ids is None:
         raise ParticipationViolation(
             f"step {step} has no ids, and a sampled plan must know that our sampler drew the batch;"
-            " pass ids= the indices that private.sampler gave"
+            " pass ids= the indices that private.sampler gave (noshuffle.training.with_ids has a "
+            "DataLoader bring them)"
         )
     units = ids if increases(ids) else in_order(ids)
     is_fine = len(units) == len(drawn) and bool((units == drawn).all())

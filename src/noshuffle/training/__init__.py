@@ -9,6 +9,7 @@ from noshuffle.release.sampler import in_order
 from noshuffle.release.verdict import Verdict
 from noshuffle.release.verify import verify
 from noshuffle.training.assemble import privatize
+from noshuffle.training.batches import Batch, with_ids
 from noshuffle.training.loop import fit_model
 from noshuffle.training.private import Private
 
@@ -16,6 +17,7 @@ if TYPE_CHECKING:
     from noshuffle.training.distributed import privatize_distributed
 
 __all__ = [
+    "Batch",
     "Private",
     "RunFolder",
     "Verdict",
@@ -24,6 +26,7 @@ __all__ = [
     "privatize",
     "privatize_distributed",
     "verify",
+    "with_ids",
 ]
 
 

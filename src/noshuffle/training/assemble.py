@@ -206,6 +206,12 @@ def check_arguments(
         )
     if unit not in (None, plan.unit):
         raise InvalidInput(f"the plan protects one {plan.unit}, got unit={unit!r}; fit it again")
+    for name, p in model.named_parameters():
+        if isinstance(p, nn.UninitializedParameter):
+            raise InvalidInput(
+                f"parameter {name!r} has no shape yet (a lazy layer); call the model on a made-up "
+                "batch first, and make the optimizer after it"
+            )
     if isinstance(model, nn.DataParallel | nn.parallel.DistributedDataParallel):
         raise Unsupported(
             "DataParallel and DistributedDataParallel would add up raw gradients; privatize the "

@@ -215,6 +215,9 @@ def size_finding(size: int, planned: int) -> CheckFinding:
     if size >= 2 * planned:
         advice = "the steps are larger by that factor; give privatize the real batch_size"
         return CheckFinding("batch size", text, "warning", advice)
+    if 2 * size <= planned:  # as it should be where several make a step
+        advice = "steps are smaller by that factor, unless parts are added up (accumulate)"
+        return CheckFinding("batch size", text, "ok", advice)
     return CheckFinding("batch size", text)
 
 
