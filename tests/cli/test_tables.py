@@ -99,6 +99,9 @@ def test_a_number_sign_in_a_name_is_no_indicator(tmp_path: Path) -> None:
     del old["hashed"]  # as 0.1 wrote it
     file.write_text("a,city\n7,Rome\n")
     assert _predicted(old, {"target_bounds": [0, 1000]}, file)[1] == [7.0]
+    file.write_text("other\n1\n")
+    with pytest.raises(InvalidInput, match=r"has no column '.*'; its columns: other"):
+        _predicted(model, {"target_bounds": [0, 1000]}, file)
 
 
 def test_packed_tables_and_standard_input_in_any_locale(

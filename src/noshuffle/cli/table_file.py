@@ -82,7 +82,7 @@ def read_table(
         raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
     cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
     empty = math.nan if missing == "skip" else 0.0
-    require_columns(path, cells, target, ids, weights)
+    require_columns(path, cells, target, ids, weights, *sorted(only or ()))
     features = {
         name: column
         for name, column in cells.items()
