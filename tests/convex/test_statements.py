@@ -86,7 +86,11 @@ def test_bounds_are_said_to_be_chosen_where_there_are_any() -> None:
     assert "bounds were given, not measured" in said(bounds=(-1, 1))
     assert "feature_bound were given" in said(feature_bound=1.0)
     assert "bounds and feature_bound were given" in said(bounds=(-1, 1), feature_bound=1.0)
-    assert "target_bounds were given" in said(kind=PrivateLinearRegression)
+    default = said(kind=PrivateLinearRegression)
+    assert "No bounds of columns were given" in default
+    assert "target_bounds is (-1.0, 1.0), its default." in default
+    given = said(kind=PrivateLinearRegression, target_bounds=(-1, 2))
+    assert "one by one. target_bounds were given" in given
     assert "No bounds" not in said(bounds=(-1, 1))
     for text in (said(), said(bounds=(-1, 1))):
         assert OTHERS in text.split("\n")
