@@ -15,7 +15,7 @@ from torch import nn
 
 import noshuffle as ns
 from noshuffle.convex import PrivateLogisticRegression
-from noshuffle.convex.table_fit import NoBounds
+from noshuffle.convex.given_bounds import NoBounds
 from noshuffle.errors import ProbablyNotMeant
 from noshuffle.noise import test_source
 from noshuffle.training import fit_model, in_order

@@ -353,6 +353,17 @@ def test_numbers_are_no_classes(table: Path, tmp_path: Path) -> None:
     assert not (tmp_path / "run").exists()
 
 
+def test_what_belongs_to_classes_is_refused_for_numbers(table: Path, tmp_path: Path) -> None:
+    out = tmp_path / "run"
+    with pytest.raises(InvalidInput, match="--classes are for --task logistic or svc"):
+        command([str(table), "--target", "price", "--task", "linear", "--target-bounds", "0,10",
+                 "--classes", "no,yes", "--hash-text", "4", "--out", str(out)])  # fmt: skip
+    with pytest.raises(InvalidInput, match=r"holds text; give its categories [(]--categories"):
+        command([str(table), "--target", "price", "--task", "linear", "--target-bounds", "0,10",
+                 "--out", str(out)])  # fmt: skip
+    assert not out.exists()
+
+
 @pytest.mark.parametrize(
     ("more", "why"),
     [

@@ -31,7 +31,7 @@ def fit(asked: FitSettings, output: Output) -> None:
     what is known of the data beforehand costs no privacy.
     """
     from noshuffle import convex
-    from noshuffle.convex.table_fit import NoBounds
+    from noshuffle.convex.given_bounds import NoBounds
     from noshuffle.release.folder import RunFolder
     from noshuffle.release.seal import note_files
     from noshuffle.report import write_report

@@ -132,6 +132,8 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         return settings
     if asked.class_weight is not None:
         raise InvalidInput("--class-weight is for classes; use --task logistic or svc")
+    if asked.classes is not None:
+        raise InvalidInput("--classes are for --task logistic or svc; leave them out")
     if asked.target_bounds is None:
         raise InvalidInput(f"--task {asked.task} needs --target-bounds low,high, known beforehand")
     if table.y.dtype.kind not in "iuf":

@@ -109,8 +109,8 @@ def read_table(
             names.append(name)
         elif hash_text is None:
             raise InvalidInput(
-                f"column {name!r} holds text; give its categories (a public list, or private to "
-                "have them found within ε), use hash_text=16, or leave it out of the file"
+                f"column {name!r} holds text; give its categories (--categories {name}=a,b,c, or "
+                "private to have them found within ε), --hash-text 16, or leave it out of the file"
             )
         else:
             blocks.append(_indicators(name, column, hash_text))

@@ -22,6 +22,7 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.convex.anew import anew, forget, note_learned
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
+from noshuffle.convex.given_bounds import warn_of_targets
 from noshuffle.convex.inference import Inference
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.saved import Saveable
@@ -326,6 +327,8 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
             self._refuse_balance()
             self._refuse_private_bounds()
             self._refuse_many_rows()
+            if self.test_seed is None and self.epsilon != math.inf:
+                warn_of_targets(self)
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
         weight, most, more = self._weigh(sample_weight, targets, whole)

@@ -21,12 +21,13 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
+from noshuffle.convex.given_bounds import warn_of_targets, words_of_bounds
 from noshuffle.convex.phases import PhaseBudget, statement_of
-from noshuffle.convex.ranges import FOUND, RangeRule, is_private
+from noshuffle.convex.ranges import RangeRule, is_private
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.rule import Rule
 from noshuffle.convex.stream import LearningStream
-from noshuffle.convex.table_fit import GIVEN_BOUNDS, IDS, NO_IDS, SETTINGS
+from noshuffle.convex.table_fit import IDS, NO_IDS, SETTINGS
 from noshuffle.convex.targets import check_labels
 from noshuffle.errors import InvalidInput, Unsupported, open_unit, positive
 from noshuffle.noise import test_source
@@ -114,8 +115,10 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
             whole = RangeRule(rule, columns=p, clip_norm=rule.clip_norm, repeats=repeats)
         lead = whole.lead if isinstance(whole, RangeRule) else 0
         own = frozenset[int]()
-        if self.budget is None and self.test_seed is None and self.epsilon != math.inf:
-            own = warn_if_fitted_before(x)
+        if self.test_seed is None and self.epsilon != math.inf:
+            if self.budget is None:
+                own = warn_if_fitted_before(x)
+            warn_of_targets(self)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")
@@ -146,10 +149,11 @@ class PrivateTable(BaseEstimator):  # type: ignore[misc]
     def _state(self, stream: LearningStream, ids: Any, notes: tuple[str, ...]) -> None:
         stream.release.settle_budget()
         self.plan_, self.n_rows_, self.n_steps_ = stream.phase.plan, stream.horizon, stream.steps
+        is_found = is_private(self.bounds)
         said = [
             *((TEST_SEED,) if stream.is_test else ()),
             NO_IDS if ids is None else IDS,
-            FOUND if is_private(self.bounds) else GIVEN_BOUNDS.format("bounds"),
+            words_of_bounds(self, given=() if is_found else ("bounds",), is_found=is_found),
             SETTINGS,
             OTHER_RUNS if stream.charge is None else stream.charge.words(),
             *notes,

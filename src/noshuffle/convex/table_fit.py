@@ -22,11 +22,12 @@ from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.accounting import gaussian
 from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.given_bounds import warn_of_columns, warn_of_targets, words_of_bounds
 from noshuffle.convex.gradient_fit import GradientFit
 from noshuffle.convex.losses import Loss, by_label
 from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
-from noshuffle.convex.ranges import FOUND, is_private
+from noshuffle.convex.ranges import is_private
 from noshuffle.convex.rows import RowMap
 from noshuffle.convex.schedule import LENGTH, WIDE_RADIUS, takes_vertices
 from noshuffle.convex.shape import constraint_of
@@ -35,7 +36,6 @@ from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import Constraint, L1Ball
 from noshuffle.release.unit_ids import as_ids
 from noshuffle.statement import PrivacyStatement
-from noshuffle.user_warnings import warn_user
 
 #: Solvers that answer once, outside of the stream.
 ONE_SHOT = ("objective", "frank_wolfe")
@@ -51,14 +51,8 @@ SETTINGS = (
     "made of its own unit alone: a scaler, imputer or encoder that was fitted to the rows before "
     "is not covered here."
 )
-GIVEN_BOUNDS = "{} were given, not measured, and are taken to have been chosen without the data."
 #: Numbers of a table that "auto" puts into memory at once, if need be from sparse rows.
 _MOST_NUMBERS = 100_000_000
-_UNBOUNDED = "No bounds of columns were given: rows count as they come, clipped one by one."
-
-
-class NoBounds(UserWarning):
-    """A table was learned without bounds of its columns: legal, and rarely meant."""
 
 
 class TableFit(GradientFit):
@@ -289,32 +283,14 @@ class TableFit(GradientFit):
         return None if low is None or high is None else np.column_stack([low, high])
 
     def _warn_without_bounds(self) -> None:
-        if default := self._default_targets():
-            warn_user(
-                f"target_bounds is {default}, its default: targets are clamped to it, and no "
-                "prediction leaves it; give target_bounds=(low, high), known beforehand",
-                NoBounds,
-            )
-        if all(getattr(self, n) is None for n in self._BOUNDS):
-            warn_user(
-                "no bounds of columns were given: rows are clipped as they come, and columns of "
-                "large numbers hide all others; give bounds=(low, high), one pair for all columns "
-                "or one for each, or bounds='private'",
-                NoBounds,
-            )
+        warn_of_targets(self)
+        if not self._bounded_by():
+            warn_of_columns()
 
     def _words_of_bounds(self) -> str:
-        default = self._default_targets()
-        last = f" target_bounds is {default}, its default." if default else ""
         if is_private(self.bounds):
-            return FOUND + last
-        given = [n for n in self._BOUNDS if getattr(self, n) is not None]
-        first = "" if given else _UNBOUNDED + " "
-        if default is None and hasattr(self, "target_bounds"):
-            given.append("target_bounds")
-        return (first + (GIVEN_BOUNDS.format(" and ".join(given)) if given else "")).strip() + last
+            return words_of_bounds(self, given=(), is_found=True)
+        return words_of_bounds(self, given=self._bounded_by())
 
-    def _default_targets(self) -> str | None:
-        """The bounds of targets, where nobody gave any. `clone` makes them anew: no `is`."""
-        default = repr(getattr(type(self), "target_bounds", None))
-        return default if default == repr(getattr(self, "target_bounds", 0)) else None
+    def _bounded_by(self) -> list[str]:
+        return [name for name in self._BOUNDS if getattr(self, name) is not None]
