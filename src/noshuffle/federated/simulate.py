@@ -235,8 +235,9 @@ def _together(
             now = trained_many(
                 model, parameters, batches, clients=len(some), local=local, loss_fn=loss_fn
             )
+        deltas = moved(now, parameters)
         for i, place in enumerate(some):
-            yield users[place], moved({name: own[i] for name, own in now.items()}, parameters)
+            yield users[place], {name: own[i] for name, own in deltas.items()}
 
 
 @contextmanager
