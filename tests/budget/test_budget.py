@@ -640,6 +640,22 @@ def test_units_are_named_in_the_same_way_in_every_run(tmp_path: Path) -> None:
         sums.close()
 
 
+@pytest.mark.parametrize("left", ["nothing but a file", "what was not committed"])
+def test_a_budget_whose_first_process_died_is_begun_by_the_next(
+    tmp_path: Path, monkeypatch: Any, left: str
+) -> None:
+    """Nothing was spent, and the folder is no wreck that somebody has to remove by hand."""
+    if left == "nothing but a file":
+        (tmp_path / "books.sqlite").touch()
+    else:
+        with monkeypatch.context() as during, pytest.raises(SystemExit):
+            during.setattr(store.Books, "_add", Mock(side_effect=SystemExit))
+            Budget(tmp_path, epsilon=2.0, delta=DELTA)
+    with pytest.raises(InvalidInput, match="holds no budget"):
+        Budget(tmp_path)
+    assert Budget(tmp_path, epsilon=1.0, delta=DELTA).limit["epsilon"] == 1.0
+
+
 def test_two_processes_begin_the_same_budget(tmp_path: Path, monkeypatch: Any) -> None:
     """Whoever comes second takes the secret of the first."""
     real, inside = units.write_bytes, []

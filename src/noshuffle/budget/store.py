@@ -48,15 +48,20 @@ class Books:
 
     @property
     def is_there(self) -> bool:
-        """Whether a budget was begun here."""
-        return self.file.exists() or self.anchor.exists()
+        """Whether a budget was begun here; a process that died while it began one has left none."""
+        if self.anchor.exists() or not self.file.exists():
+            return self.anchor.exists()
+        with closing(self._connect()) as db:
+            try:
+                return db.execute("SELECT 1 FROM sqlite_master").fetchone() is not None
+            except sqlite3.DatabaseError:  # whoever reads the books says what is the matter
+                return True
 
     def begin(self, limit: dict[str, Any]) -> None:
         """Write the first row, unless another process was faster."""
         self.file.parent.mkdir(parents=True, exist_ok=True)
         with closing(self._connect()) as db:
-            db.executescript(SCHEMA)
-            db.execute("BEGIN IMMEDIATE")
+            db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")  # tables and first row come together
             if last_link(db)[0] == 0:
                 self._add(db, "limit", limit)
             db.execute("COMMIT")
