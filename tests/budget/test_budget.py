@@ -205,12 +205,14 @@ def put_back(run: Path, backup: Path, how: str) -> None:
     """A backup in the place of a run folder."""
     if how == "removed":
         shutil.rmtree(run)
-    else:
+    elif how == "moved away":
         run.rename(run.with_name("moved"))
-    shutil.copytree(backup, run)
+    else:  # which leaves files that the backup lacks
+        assert run.exists()
+    shutil.copytree(backup, run, dirs_exist_ok=True)
 
 
-@pytest.mark.parametrize("how", ["removed", "moved away"])
+@pytest.mark.parametrize("how", ["removed", "moved away", "written over"])
 @pytest.mark.parametrize("lives", [0, 1, 2])
 def test_a_backup_that_was_put_back_does_not_speak_for_what_was_lost(
     budget: Budget, tmp_path: Path, how: str, lives: int
@@ -648,9 +650,10 @@ def test_a_budget_whose_first_process_died_is_begun_by_the_next(
     if left == "nothing but a file":
         (tmp_path / "books.sqlite").touch()
     else:
-        with monkeypatch.context() as during, pytest.raises(SystemExit):
-            during.setattr(store.Books, "_add", Mock(side_effect=SystemExit))
+        monkeypatch.setattr(store.Books, "_add", Mock(side_effect=SystemExit))
+        with pytest.raises(SystemExit):
             Budget(tmp_path, epsilon=2.0, delta=DELTA)
+        monkeypatch.undo()
     with pytest.raises(InvalidInput, match="holds no budget"):
         Budget(tmp_path)
     assert Budget(tmp_path, epsilon=1.0, delta=DELTA).limit["epsilon"] == 1.0

@@ -44,6 +44,7 @@ from noshuffle.budget.dead import shown_by_ledger
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.open_run import OpenRun, check_kind
+from noshuffle.budget.progress import Progress
 from noshuffle.budget.reservation import Reservation, this_process
 from noshuffle.budget.store import Books, folder_of
 from noshuffle.budget.units import UnitSpending, new_secret, secret_of
@@ -284,7 +285,7 @@ class Budget:
             if entry.process == this_process():
                 continue
             found = shown_by_ledger(Path(entry.run), entry.origin, entry.lives)
-            if found is None:
+            if found is None or found.rows < entry.steps_known(self.folder):
                 continue
             with found.lock:
                 charge = OpenRun(
@@ -295,6 +296,7 @@ class Budget:
                     np.empty(0, dtype=np.int64),
                     None,
                     entry.lives,
+                    Progress(self.folder, entry.id),
                 )
                 charge.settle(
                     found.statement,

@@ -3,8 +3,9 @@
 A run is dead when its folder can be locked (the system lets go of a lock when its process ends).
 What its ledger shows is believed only if the chain is whole, it knows every process that the budget
 knows of, it is the file that the last of them wrote, and no checkpoint or statement knows of more
-steps; otherwise nothing is given back and the run stays charged for all that it reserved. The lock
-is held until the charge is written, so nobody goes on with the run in between.
+steps (nor the budget itself: `progress`); otherwise nothing is given back and the run stays charged
+for all that it reserved. The lock is held until the charge is written, so nobody goes on with the
+run in between.
 
 State: none.
 """

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from noshuffle.budget.cost import Cost, total
+from noshuffle.budget.progress import Progress
 from noshuffle.budget.store import Entries
 
 
@@ -40,6 +42,10 @@ class Entry:
     own_units: dict[str, Any] | None = None
     #: Why no ε holds for it, if that was found out.
     not_private: str = ""
+
+    def steps_known(self, folder: Path) -> int:
+        """Steps that it has released at least; a ledger with fewer is an older state of it."""
+        return max(self.rows, Progress(folder, self.id).steps)
 
 
 @dataclass

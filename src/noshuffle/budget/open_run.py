@@ -14,6 +14,7 @@ from typing import Any
 from noshuffle.budget.cost import counts_twice
 from noshuffle.budget.entries import BooksState
 from noshuffle.budget.limit import SpendingLimit
+from noshuffle.budget.progress import Progress
 from noshuffle.budget.store import Books
 from noshuffle.budget.units import UnitSpending, amounts
 from noshuffle.errors import InvalidInput
@@ -44,6 +45,13 @@ class OpenRun:
     id_secret: bytes | None
     #: The lives of the run, this one the last.
     lives: tuple[str, ...]
+    #: How far it has come, of a run in a folder.
+    progress: Progress | None = None
+
+    def came_to(self, steps: int) -> None:
+        """So many steps are on record; before the noise of the last of them is used."""
+        if self.progress is not None:
+            self.progress.came_to(steps)
 
     def identify(self, kind: str) -> None:
         """Where units are followed, all runs name them in the same way: a fact of the books."""
@@ -96,6 +104,8 @@ class OpenRun:
                 if entry.run:  # it may come back
                     body["own_units"] = UnitSpending().add(ids, own).save(limit.folder)
             append("settle", body)
+        if self.progress is not None:
+            self.progress.end()
         if "units" in body:
             self._tidy()
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.open_run import OpenRun
+from noshuffle.budget.progress import Progress
 from noshuffle.budget.store import Books
 from noshuffle.budget.units import UnitSpending
 from noshuffle.errors import InvalidInput, Unsupported, VerificationFailed
@@ -54,7 +55,7 @@ class Reservation:
         with books.writing() as (events, append):
             state = BooksState.of(events)
             self._check_books(state, limit)
-            known = self._found(state)
+            known = self._found(state, limit.folder)
             if origin is not None and known is None and self.keeps_draws:
                 raise Unsupported(
                     f"{self.what} is a copy or an older state of a run whose units keep their "
@@ -85,9 +86,10 @@ class Reservation:
                     "run": "" if self.run is None else str(self.run), "process": process,
                 })  # fmt: skip
             barred = limit.barred(state, cost, but=own)
+        progress = None if self.run is None else Progress(limit.folder, own).begin()
         known_by = (*known.lives, *new) if known is not None else lives
         begun = origin or (own if known is None else known.origin)
-        return OpenRun(limit, books, own, begun, barred, id_secret, known_by)
+        return OpenRun(limit, books, own, begun, barred, id_secret, known_by, progress)
 
     def _check_books(self, state: BooksState, limit: SpendingLimit) -> None:
         """The run, and those it was forked from, are in these books if they say so."""
@@ -102,7 +104,7 @@ class Reservation:
                     "than the run; bring the newer one back"
                 )
 
-    def _found(self, state: BooksState) -> Entry | None:
+    def _found(self, state: BooksState, folder: Path) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
         origin = self.origin
         if origin is None:  # its process may have ended before its ledger heard of its place
@@ -110,7 +112,7 @@ class Reservation:
         else:
             mine = [one for one in state.entries.values() if one.origin == origin]
         known = (one for one in reversed(mine) if set(one.lives) <= set(self.lives))
-        return next((one for one in known if self.released >= one.rows), None)
+        return next((one for one in known if self.released >= one.steps_known(folder)), None)
 
 
 def this_process() -> str:

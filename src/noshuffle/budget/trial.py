@@ -93,6 +93,9 @@ class Trial:
     def identify(self, kind: str) -> None:
         """Units are not followed inside a search."""
 
+    def came_to(self, steps: int) -> None:
+        """The bound is on a run as it was planned."""
+
     def settle(self, statement: PrivacyStatement, **more: Any) -> None:
         """Nothing is given back: the bound is on a run as it was planned. One that turned out to be
         no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""

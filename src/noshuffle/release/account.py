@@ -54,6 +54,9 @@ class Charge(Protocol):
         """The run tells its units apart by "integers" or "names"; raises where others do not."""
         ...
 
+    def came_to(self, steps: int) -> None:
+        """So many steps are on record; the noise of the last of them is not yet used."""
+
     def settle(
         self,
         statement: PrivacyStatement,
@@ -163,7 +166,7 @@ def enter(
     if kind := ledger.meta("ids"):
         charge.identify(kind)
     ledger.bind("budget", charge.origin)
-    ledger.barred = charge.barred
+    ledger.barred, ledger.on_record = charge.barred, charge.came_to
     expose(charge, ledger)  # its last process may have ended between its ledger and the books
     ledger.note("budget", words=charge.words())
     return charge

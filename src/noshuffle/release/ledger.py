@@ -25,6 +25,7 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +74,8 @@ class Ledger(LedgerFile):
         self._apart: dict[str, dict[int, int]] = {}
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
+        #: Told how many rows there are, after each of them.
+        self.on_record: Callable[[int], None] | None = None
         with self._reading():
             self._catch_up()
 
@@ -253,7 +256,7 @@ class Ledger(LedgerFile):
                 identified_by=admission.identified_by,
                 is_secret=self.participation.is_sampled,
             )
-            self._later, self._released = (step, admission.units), step + 1
+            self._take_in(step, admission.units)
             self._tried.clear()
         except ReplayRefused:
             if self._notice(step):
@@ -272,8 +275,14 @@ class Ledger(LedgerFile):
         """Take in the row of the next step if this object wrote it before it was interrupted."""
         if step != self._released or not self.is_own(step):
             return False
-        self._later, self._released = (step, self.row(step).units), step + 1
+        self._take_in(step, self.row(step).units)
         return True
+
+    def _take_in(self, step: int, units: Ids) -> None:
+        """The row of the next step is on the disk."""
+        self._later, self._released = (step, units), step + 1
+        if self.on_record is not None:
+            self.on_record(step + 1)
 
     def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
         """Write down what a look at the model found for one kind of batch; durable.
