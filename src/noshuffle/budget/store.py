@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.errors import InvalidInput, VerificationFailed
-from noshuffle.release.files import read_json, write_json
+from noshuffle.release.files import make_folder, read_json, write_json
 from noshuffle.release.ledger_tables import (
     SCHEMA,
     broken_link,
@@ -59,7 +59,7 @@ class Books:
 
     def begin(self, limit: dict[str, Any]) -> None:
         """Write the first row, unless another process was faster."""
-        self.file.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(self.file.parent)
         with closing(self._connect()) as db:
             db.executescript(f"BEGIN IMMEDIATE; {SCHEMA}")  # tables and first row come together
             if last_link(db)[0] == 0:

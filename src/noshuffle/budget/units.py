@@ -32,7 +32,7 @@ import numpy as np
 from noshuffle.errors import VerificationFailed
 from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
-from noshuffle.release.files import sync, write_bytes
+from noshuffle.release.files import make_folder, sync, write_bytes
 from noshuffle.release.unit_ids import Ids
 
 Array = np.ndarray
@@ -130,7 +130,7 @@ def amounts(plan: Plan, steps: int, counts: Ids, *, at_most: float, factor: floa
 
 def new_secret(folder: Path) -> str:
     """A secret by which names of units become numbers; returns what shows that it is the one."""
-    folder.mkdir(parents=True, exist_ok=True)
+    make_folder(folder)
     own = folder / f".ids.key.{secrets.token_hex(8)}"
     write_bytes(own, secrets.token_bytes(32), mode=0o600)
     try:

@@ -100,12 +100,12 @@ def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -
     Those of a run that was refused are taken away again, keys included, and so are folders that
     were made for it. Another process that began in the same folder meanwhile keeps its own.
     """
-    from noshuffle.release.files import read_json
+    from noshuffle.release.files import make_folder, read_json
     from noshuffle.release.folder_lock import take
 
     config = {**settings, _DRAWS: True} if draws_on_budget else settings
     made = home.missing()
-    home.path.mkdir(parents=True, exist_ok=True)
+    make_folder(home.path)
     lock = take(home.path)
     kept = read_json(home.config_file) if home.config_file.exists() else None
     if home.is_started or kept not in (None, json.loads(json.dumps(config))):

@@ -28,7 +28,7 @@ from noshuffle.convex.stream import LearningStream
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.one_owner import in_turn
 from noshuffle.release.checkpoint import read_state
-from noshuffle.release.files import write_bytes
+from noshuffle.release.files import make_folder, write_bytes
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.seal import seal
 
@@ -119,7 +119,7 @@ class Saveable:
         if stream.folder is None:
             if path.exists() and (not path.is_dir() or any(path.iterdir())):
                 raise InvalidInput(f"{path} is not an empty folder; save a stream into its own")
-            path.mkdir(parents=True, exist_ok=True, mode=0o700)
+            make_folder(path, mode=0o700)
             stream.move_into(path)
         elif stream.folder.resolve() != path.resolve():
             raise InvalidInput(f"this stream lives in {stream.folder}; save it there again")

@@ -27,6 +27,19 @@ def sync(path: Path) -> None:
         os.close(handle)
 
 
+def make_folder(path: Path, *, mode: int = 0o777) -> None:
+    """Make a folder and those above it that are missing, if it is not there.
+
+    Guarantees: their names are durable when this returns (where the system lets us see to it);
+    otherwise a power cut may take a whole run, and with it every step that it released.
+    """
+    above = [each.parent for each in (path, *path.parents) if not each.exists()]
+    path.mkdir(mode=mode, parents=True, exist_ok=True)
+    for each in above:
+        with suppress(PermissionError):  # a folder in which names may be made, and not listed
+            sync(each)
+
+
 def file_digest(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

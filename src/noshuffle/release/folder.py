@@ -29,6 +29,7 @@ from noshuffle.release import checkpoint
 from noshuffle.release.files import (
     file_digest,
     finite,
+    make_folder,
     read_json,
     sync,
     write_bytes,
@@ -100,7 +101,7 @@ class RunFolder:
         folder with another run or somebody else's files is refused.
         """
         self.refuse_strangers()
-        self.checkpoints.mkdir(parents=True, exist_ok=True)
+        make_folder(self.checkpoints)
         self.write_ring(ring)
         write_bytes(self.plan_file, plan.to_json().encode())
 
@@ -240,7 +241,7 @@ class RunFolder:
         write_json(self.statement_file, dict(record))
 
     def write_config(self, record: Mapping[str, Any]) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
+        make_folder(self.path)
         write_json(self.config_file, dict(record))
 
     def append_metrics(self, record: Mapping[str, Any]) -> None:

@@ -34,7 +34,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
 from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
-from noshuffle.release.files import file_digest, read_json, write_json
+from noshuffle.release.files import file_digest, make_folder, read_json, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
 from noshuffle.release.keys import KeyRing
@@ -105,7 +105,7 @@ def open_run(
     if not folder.is_started:
         folder.refuse_strangers()  # whose folder then stays as it is, without a lock
     made = folder.missing()
-    folder.path.mkdir(parents=True, exist_ok=True)
+    make_folder(folder.path)
     lock = take(folder.path)  # before the first file: two that begin here would mix keys and plans
     is_new = not folder.is_started
     if is_new:
@@ -278,7 +278,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     parent_run = Ancestor(plan, released, is_adaptive, notes, budget, old.own_before())
     ancestors = [*old.ancestors(), parent_run]
     ledger.close()
-    new.path.mkdir(parents=True, exist_ok=True)
+    make_folder(new.path)
     write_json(new.ancestors_file, [a.to_dict() for a in ancestors])
     return new
 
