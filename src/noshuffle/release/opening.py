@@ -16,6 +16,7 @@ State: none.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import zlib
 from collections.abc import Callable, Iterator
@@ -34,7 +35,7 @@ from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
 from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
-from noshuffle.release.files import file_digest, make_folder, read_json, write_json
+from noshuffle.release.files import file_digest, make_folder, read_json, sync, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
 from noshuffle.release.keys import KeyRing
@@ -278,9 +279,28 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     parent_run = Ancestor(plan, released, is_adaptive, notes, budget, old.own_before())
     ancestors = [*old.ancestors(), parent_run]
     ledger.close()
-    make_folder(new.path)
-    write_json(new.ancestors_file, [a.to_dict() for a in ancestors])
+    _appear(new, [a.to_dict() for a in ancestors])
     return new
+
+
+def _appear(fork: RunFolder, ancestors: list[dict[str, Any]]) -> None:
+    """Make the folder of a fork with its ancestors in it, as one step.
+
+    A folder without them, as a kill in between would leave it, is that of a run of its own, which
+    whoever finds it there would take for the fork.
+    """
+    place = fork.path.resolve()
+    hidden = RunFolder(place.with_name(f".{place.name}.{os.getpid()}.tmp"))
+    make_folder(hidden.path)
+    try:
+        write_json(hidden.ancestors_file, ancestors)
+        if place.exists():  # and is empty
+            place.rmdir()
+        hidden.path.rename(place)
+    except OSError:
+        shutil.rmtree(hidden.path, ignore_errors=True)
+        raise
+    sync(place.parent)
 
 
 def _check_parent(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
