@@ -40,6 +40,7 @@ def audited(plan: Plan, **options: Any) -> dict[str, Any]:
     return dict(zip(("iterates", "final", "noise", "people"), found, strict=True))
 
 
+@pytest.mark.filterwarnings("error::noshuffle.errors.ProbablyNotMeant")  # of large batches
 @pytest.mark.parametrize(
     ("participation", "strategy"),
     [

@@ -13,6 +13,7 @@ allows.
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -31,7 +32,7 @@ from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.membership import attack
 from noshuffle.auditing.one_run import Guesses, best_guesses
 from noshuffle.clipping.check import evaluated
-from noshuffle.errors import whole
+from noshuffle.errors import ProbablyNotMeant, whole
 from noshuffle.plan import Plan
 from noshuffle.rounding import up
 from noshuffle.training import privatize
@@ -96,10 +97,13 @@ def audit_training(
     form: dict[str, Any] = {"batch_size": batch, "clip_norm": clip_norm}
     private = privatize(whole_model, torch.optim.SGD(groups), plan, **form)
     released = np.empty((plan.steps, canaries))
-    for step, row in enumerate(_steps(private, whole_model, (x, y, batches), planted, clip_norm)):
-        released[step] = row
-        if progress is not None:
-            progress(step + 1)
+    with warnings.catch_warnings():  # canaries make batches larger than those of people: meant
+        warnings.filterwarnings("ignore", "batch size:", ProbablyNotMeant)
+        rows = _steps(private, whole_model, (x, y, batches), planted, clip_norm)
+        for step, row in enumerate(rows):
+            released[step] = row
+            if progress is not None:
+                progress(step + 1)
     private.close()
     losses = losses_of(model, x, y)
     claim = plan.mu()
