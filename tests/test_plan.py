@@ -63,6 +63,12 @@ def test_canonical_json_round_trip(plan: Plan) -> None:
     assert Plan.from_json(shuffled).hash == plan.hash
 
 
+@pytest.mark.parametrize("text", ["[{}]", "{}", "3", '{"format": 1}', "null"])
+def test_another_document_is_told_as_one(text: str) -> None:
+    with pytest.raises(InvalidInput, match=r"document; write one with Plan\.to_json$"):
+        Plan.from_json(text)
+
+
 @pytest.mark.parametrize("plan", PLANS, ids=lambda p: p.participation.kind)
 def test_statement_says_everything(plan: Plan) -> None:
     statement = plan.statement()

@@ -44,10 +44,12 @@ def from_json(kind: Any, text: str) -> Any:
     """The plan of this kind that `to_json` wrote; anything else is refused."""
     try:
         record = json.loads(text)
-        if record.pop("format") != FORMAT:
-            raise KeyError("format")
+        if not isinstance(record, dict) or record.pop("format", None) != FORMAT:
+            raise InvalidInput(f"not a {FORMAT} document; write one with Plan.to_json")
         record["participation"] = participations.from_dict(record["participation"])
         record["strategy"] = strategies.from_dict(record["strategy"])
         return kind(**{"tree_accounting": "nodes", **record})
     except (json.JSONDecodeError, KeyError, TypeError, AttributeError) as error:
-        raise InvalidInput(f"not a {FORMAT} document ({error}); write it with to_json") from None
+        raise InvalidInput(
+            f"not a {FORMAT} document ({error}); write one with Plan.to_json"
+        ) from None

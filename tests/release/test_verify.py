@@ -326,6 +326,12 @@ def test_evidence_with_a_log_that_was_not_folded_in(tmp_path, monkeypatch):
     copied.close()
 
 
+def test_a_model_of_other_modules_is_refused_in_one_line(good):
+    with pytest.raises(InvalidInput, match=r"build the same modules .*size mismatch") as refusal:
+        load_model(good, nn.Linear(3, 2))
+    assert "\n" not in str(refusal.value)
+
+
 def test_a_fork_adds_up_and_closes_its_parent(good, tmp_path):
     parent = shutil.copytree(good, tmp_path / "parent")
     child = fork(parent, tmp_path / "child")

@@ -324,7 +324,15 @@ def load_model(run: RunFolder | str | Path, model: nn.Module) -> int:
     folder = RunFolder.of(run)
     found = checkpoint.saved(folder.checkpoints)
     if not found:
-        raise InvalidInput(f"{folder.path} has no checkpoint to load a model from")
+        raise InvalidInput(
+            f"{folder.path} has no checkpoint to load a model from; private.save() writes one"
+        )
     state = checkpoint.load(found[-1])
-    model.load_state_dict(state["model"])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:  # its lines say which names or shapes differ
+        line = " ".join(str(error).split())[:300]
+        raise InvalidInput(
+            f"the model is not the one of {folder.path}; build the same modules ({line})"
+        ) from None
     return int(state["step"])
