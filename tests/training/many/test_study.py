@@ -423,6 +423,9 @@ def test_refusals() -> None:
     common = {"strategy": identity(), "batch_size": 2}
     with pytest.raises(InvalidInput, match="gave 1"):
         train_many(stacked_net, [(x, y, None)], [setting], steps=2, **common)
+    for batch, came in (((x, y), "got 2 parts"), (x, "got Tensor")):
+        with pytest.raises(InvalidInput, match=came):
+            train_many(stacked_net, [batch], [setting], steps=1, **common)
     with pytest.raises(InvalidInput, match="at least one"):
         Study(stacked_net, [], steps=1, **common)
     with pytest.raises(InvalidInput, match="schedule"):

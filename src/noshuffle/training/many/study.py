@@ -346,13 +346,23 @@ def train_many(
     """
     instance_of(Iterable, batches=batches)
     study = Study(make_model, settings, steps=steps, batch_size=batch_size, **options)
-    for x, y, weights in batches:
+    for batch in batches:
         if study.done == steps:
             break
+        x, y, weights = _parted(batch)
         study.step(x, y, weights=weights)
     if study.done < steps:
         raise InvalidInput(f"{steps} steps were planned, the data gave {study.done}")
     return study._chosen(), study.params
+
+
+def _parted(batch: Any) -> Batch:
+    if isinstance(batch, tuple | list) and len(batch) == 3:
+        return batch[0], batch[1], batch[2]
+    came = f"{len(batch)} parts" if isinstance(batch, tuple | list) else type(batch).__name__
+    raise InvalidInput(
+        f"batches must give (inputs, targets, weights), None where all count; got {came}"
+    )
 
 
 def accuracies(
