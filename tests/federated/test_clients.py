@@ -17,7 +17,7 @@ from noshuffle.federated.clients import (
     clip_delta,
     cross_entropy,
     local_train,
-    trained,
+    training_of,
 )
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.vectorised import can_vectorise, is_worth_it, pack, trained_many
@@ -153,7 +153,7 @@ def test_all_at_once_is_one_by_one(
     parameters = dict(model.named_parameters())
     stacked = trained_many(model, parameters, batches, clients=len(sizes), local=local)
     for u, (start, stop) in enumerate(zip(starts, stops)):
-        one = trained(model, parameters, x[start:stop], y[start:stop], local=local)
+        one = training_of(model, parameters, local=local)(x[start:stop], y[start:stop])
         for name, value in one.items():
             torch.testing.assert_close(stacked[name][u], value, rtol=1e-4, atol=1e-6)
 
@@ -196,7 +196,7 @@ def test_unrolled_lstm_is_the_lstm_of_torch(layers: int, bias: bool) -> None:
     stacked = trained_many(twin, parameters, batches, clients=6, local=local)
     local = LocalTraining(learning_rate=0.5, steps=2, batch_size=1)
     for u in range(6):
-        one = trained(model, parameters, x[u], y[u], local=local)
+        one = training_of(model, parameters, local=local)(x[u], y[u])
         for name, value in one.items():
             torch.testing.assert_close(stacked[name][u], value, rtol=1e-9, atol=1e-11)
 

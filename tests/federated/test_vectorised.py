@@ -20,7 +20,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.char_models import CharTransformer
 from noshuffle.federated.char_models import build as text_model
-from noshuffle.federated.clients import trained
+from noshuffle.federated.clients import training_of
 from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import (
@@ -151,7 +151,7 @@ def test_alone_is_the_plain_loop_up_to_rounding(kind: str) -> None:
         for rows in (0, 1, 5):
             x, y = data(rows)
             x = x.double() if x.is_floating_point() else x
-            slow = trained(model, parameters, x, y, local=local)
+            slow = training_of(model, parameters, local=local)(x, y)
             fast = trained_alone(model, parameters, x, y, local=local)
             for name, value in slow.items():
                 torch.testing.assert_close(fast[name], value, rtol=1e-9, atol=1e-11)
@@ -198,4 +198,4 @@ def test_what_torch_cannot_stack_is_one_line() -> None:
     start, local = dict(model.named_parameters()), LocalTraining(learning_rate=1.0)
     with pytest.raises(Unsupported, match="cannot be trained together"):
         trained_alone(model, start, x, y, local=local)
-    assert trained(model, start, x, y, local=local).keys() == start.keys()
+    assert training_of(model, start, local=local)(x, y).keys() == start.keys()

@@ -45,7 +45,7 @@ class Progress:
             return 0
 
     def begin(self) -> Progress:
-        """Open the file, at its full length: no later write finds the disk full."""
+        """Make the file at its full length, so that no later write finds the disk full."""
         if not self.file.exists():
             self.came_to(0)
         return self

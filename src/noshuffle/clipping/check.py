@@ -11,8 +11,8 @@ hooks on parameters.
 Traceback (most recent call last):
     ...
 noshuffle.errors.Unsupported: layer '1' (BatchNorm2d) mixes examples; use nn.GroupNorm(8, 8) \
-instead, or noshuffle.fix(model).model (with statistics='keep' those of a pretrained net stay, \
-frozen)
+instead, or noshuffle.fix(model).model (statistics='keep' freezes it with those of a \
+pretrained net)
 """
 
 from __future__ import annotations
@@ -113,7 +113,7 @@ def refuse(name: str, layer: nn.Module) -> None:
         why = f"mixes examples; use nn.GroupNorm({math.gcd(32, wide)}, {wide}) instead, or "
         why += "noshuffle.fix(model).model"
         if layer.running_mean is not None:  # of a pretrained backbone, say
-            why += " (with statistics='keep' those of a pretrained net stay, frozen)"
+            why += " (statistics='keep' freezes it with those of a pretrained net)"
     elif isinstance(layer, nn.Embedding | nn.EmbeddingBag):
         if layer.max_norm or layer.scale_grad_by_freq:
             option = "max_norm" if layer.max_norm else "scale_grad_by_freq"

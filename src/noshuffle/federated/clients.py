@@ -258,19 +258,6 @@ def training_of(
     return train
 
 
-def trained(
-    model: nn.Module,
-    parameters: Mapping[str, Tensor],
-    x: Tensor,
-    y: Tensor,
-    *,
-    local: LocalTraining,
-    loss_fn: LossFn = cross_entropy,
-) -> dict[str, Tensor]:
-    """The named parameters after one client's local steps."""
-    return training_of(model, parameters, local=local, loss_fn=loss_fn)(x, y)
-
-
 def local_train(
     model: nn.Module,
     parameters: Mapping[str, Tensor],
@@ -284,7 +271,8 @@ def local_train(
 
     A loss with a NaN runs through to the delta, where clipping turns it to zero.
     """
-    return moved(trained(model, parameters, x, y, local=local, loss_fn=loss_fn), parameters)
+    train = training_of(model, parameters, local=local, loss_fn=loss_fn)
+    return moved(train(x, y), parameters)
 
 
 def moved(now: Mapping[str, Tensor], start: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -29,7 +29,7 @@ from noshuffle.federated.clients import (
     LossFn,
     clip_delta,
     own_draws,
-    trained,
+    training_of,
 )
 from noshuffle.federated.vectorised import takes_together, trained_alone
 
@@ -98,9 +98,11 @@ def task_client(parts_fn: PartsFn, *, vectorise: bool | None = None, **more: Any
         parameters, _, _ = wire.order_of(message)
         x, y = task.client(user_of(context))
         as_in_a_group = takes_together(model, device=x.device, vectorise=vectorise)
-        train_one = trained_alone if as_in_a_group else trained
         with own_draws(secrets.randbits(56), x.device):
-            now = train_one(model, parameters, x, y, local=local, loss_fn=loss_fn)
+            if as_in_a_group:
+                now = trained_alone(model, parameters, x, y, local=local, loss_fn=loss_fn)
+            else:
+                now = training_of(model, parameters, local=local, loss_fn=loss_fn)(x, y)
         return Message(RecordDict({wire.ARRAYS: wire.to_arrays(now)}), reply_to=message)
 
     return client_app(train, user_fn=user_of, **more)

@@ -22,7 +22,7 @@ from collections.abc import Iterable, Iterator
 from flwr.app import Error, Message
 from flwr.serverapp import Grid
 
-#: Seconds to wait for one reply before the next one is looked at meanwhile.
+#: Seconds to wait for one reply before the next one is looked at.
 PATIENCE = 1.0
 #: Seconds between two looks, as in Flower's own grid, unless the grid says it.
 INTERVAL = 3.0

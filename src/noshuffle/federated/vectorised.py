@@ -189,7 +189,7 @@ def trained_alone(
     local: LocalTraining,
     loss_fn: LossFn = cross_entropy,
 ) -> dict[str, Tensor]:
-    """`clients.trained`, with the arithmetic that this client has in a group."""
+    """`clients.training_of`, with the arithmetic that this client has in a group."""
     if len(x) != len(y):
         raise InvalidInput(f"x and y must have one row per example, got {len(x)} and {len(y)}")
     rows, weights = pack(np.zeros(1, np.int64), np.array([len(x)]), local=local)

@@ -74,8 +74,7 @@ class Ledger(LedgerFile):
         self._apart: dict[str, dict[int, int]] = {}
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
-        #: Told how many rows there are, after each of them.
-        self.on_record: Callable[[int], None] | None = None
+        self.on_record: Callable[[int], None] | None = None  # is told how many rows there are
         with self._reading():
             self._catch_up()
 
