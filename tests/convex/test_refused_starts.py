@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from noshuffle.budget import Budget
 from noshuffle.convex import PrivateLogisticRegression
-from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation
+from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.private_sum import PrivateSum
@@ -99,25 +99,3 @@ def test_sums_at_the_edges_of_clip_norms_are_numbers(size: float) -> None:
         sums.add(np.full((4, 2), value, dtype=np.float32))
     assert bool(np.isfinite(np.asarray(sums.total)).all())
     assert 1.0 < float(np.abs(np.asarray(sums.total)).max()) / size < 2000.0
-
-
-@pytest.mark.parametrize("solver", ["gd", "ftrl"])
-@pytest.mark.parametrize("is_kept", [True, False], ids=["folder", "memory"])
-def test_rows_without_ids_are_refused_where_units_are_used_up(
-    tmp_path: Path, solver: str, is_kept: bool
-) -> None:
-    """Nobody can tell theirs from the others."""
-    (x, y), run = table(), tmp_path / "one"
-    budget = Budget(tmp_path / "budget", epsilon=2.0, delta=1e-5, individual=True)
-    plan = Plan.fit(SinglePass(steps=1), mechanism="identity", epsilon=1.9, delta=1e-5)
-    sums = PrivateSum(plan, clip=1.0, shape=(), budget=budget)
-    sums.add([1.0], ids=["person 3"])
-    sums.close()
-    own = model(solver=solver, epsilon=1.5, budget=budget)
-    with pytest.raises(ParticipationViolation, match=r"1 units have used up .*; pass ids="):
-        own.fit(x, y, run=run if is_kept else None)
-    assert not run.exists()
-    assert max(budget.spent_by(IDS)) < 2.0
-    others = np.arange(ROWS) != 3
-    own.fit(x[others], y[others], ids=[one for one in IDS if one != "person 3"])
-    assert 1.8 < max(budget.spent_by(IDS)) < 2.0

@@ -12,11 +12,9 @@ from noshuffle.convex import stream_units
 from noshuffle.convex.stream_units import StreamUnits
 from noshuffle.errors import InvalidInput, ParticipationViolation
 
-NONE = np.empty(0, dtype=np.int64)
 
-
-def admit(units: StreamUnits, ids: Any, barred: Any = NONE) -> None:
-    units.take(units.check(len(ids), ids, barred=barred))
+def admit(units: StreamUnits, ids: Any) -> None:
+    units.take(units.check(len(ids), ids))
 
 
 def leave(units: StreamUnits, count: int) -> list[int]:
@@ -66,14 +64,6 @@ def test_a_pass_comes_again_in_its_order() -> None:
     for _ in range(2):
         assert units.first(3, after=1).tolist() == [9, 2, 7]
     assert units.first(5).tolist() == list(chain(*own))
-
-
-def test_a_single_unit_whose_budget_is_used_up() -> None:
-    units = StreamUnits(may_repeat=False)
-    with pytest.raises(ParticipationViolation, match="used up"):
-        admit(units, [3], np.array([3]))
-    admit(units, [4], np.array([3]))
-    assert units.state()["units"].tolist() == [4]
 
 
 @pytest.mark.parametrize("first", [[7], ["7"]])

@@ -13,7 +13,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from noshuffle import Budget, MinSeparation, Plan
+from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.federated import ServerOptimizer, participation_from_times, read_log
 from noshuffle.federated.cohort import (
@@ -164,19 +164,3 @@ def test_users_have_one_kind_of_name() -> None:
     assert server().units(np.array([3, 4], dtype=np.int32)).tolist() == [3, 4]
     with pytest.raises(InvalidInput, match="by integers and by strings"):
         observed_participation([["5"], [5]])
-
-
-def test_runs_on_one_budget_name_users_alike(tmp_path: Path) -> None:
-    """Or a user would be two, and might spend twice what the budget gives to one."""
-    plan = Plan.fit(SinglePass(2), mechanism="blt", noise_multiplier=9.0, unit="user")
-    budget = Budget(tmp_path, epsilon=8.0, delta=1e-5, unit="user", individual=True)
-    servers = [
-        ServerOptimizer(
-            {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2, budget=budget,
-            optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
-        )
-        for _ in range(2)
-    ]  # fmt: skip
-    servers[0].open(["ada", "bob"])
-    with pytest.raises(InvalidInput, match="names"):
-        servers[1].open([5, 6])

@@ -32,7 +32,7 @@ def test_a_file_in_the_place_of_a_removed_one(tmp_path: Path) -> None:
 
 
 def test_what_a_record_lacks_tells_nothing() -> None:
-    """Ledgers of earlier versions have no time, lives in memory no file."""
+    """A system may tell no time, and lives in memory have no file."""
     whole = {"inode": 1, "born": 5}
     assert is_same({"inode": 1}, whole)
     assert is_same({}, whole)

@@ -1,4 +1,4 @@
-"""What all runs on the same data cost together: limit, ledger, what each unit has spent, searches.
+"""What all runs on the same data cost together: limit, ledger, searches.
 
 Budget   a durable ledger over runs, with a limit that no run can pass
 tune     the best of many settings by a score, at the price of a bound on repetitions

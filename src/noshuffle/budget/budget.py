@@ -1,11 +1,11 @@
 """Budget: a limit on what all runs on the same data cost together, kept on the disk.
 
 A run reserves its whole cost before it starts, is refused where that would pass the limit, and is
-charged for what it released when it is closed; one that died in a run folder for what its ledger
-shows (`sweep`), one that died in memory for all of it. Costs are (μ, s) and add up as in
-`accounting.gdp`. The limit is a privacy filter: the next run may depend on everything released
-before, so it is fixed before the first run. `individual=True` follows every unit (`units`); `pure`
-sets a part of ε aside for runs of pure ε (with `delta=0` all of it). See docs/budget.md.
+charged for what it released when it is closed. One that died stays charged for all that it
+reserved, until it is opened again and closed. Costs are (μ, s) and add up as in `accounting.gdp`.
+The limit is a privacy filter: the next run may depend on everything released before, so it is fixed
+before the first run. `pure` sets a part of ε aside for runs of pure ε (with `delta=0` all of it).
+See docs/budget.md.
 
 State: the folder; nothing in memory, so copies, pickles and forks are the same budget.
 
@@ -39,19 +39,15 @@ from typing import Any, Self
 
 import numpy as np
 
-from noshuffle.budget.cost import Cost, total
-from noshuffle.budget.dead import shown_by_ledger
+from noshuffle.budget.cost import Cost
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
-from noshuffle.budget.open_run import OpenRun, check_kind
-from noshuffle.budget.progress import Progress
-from noshuffle.budget.reservation import Reservation, this_process
+from noshuffle.budget.open_run import OpenRun
+from noshuffle.budget.reservation import Reservation
 from noshuffle.budget.store import Books, folder_of
-from noshuffle.budget.units import UnitSpending, new_secret, secret_of
 from noshuffle.errors import (
     BudgetExceeded,
     InvalidInput,
-    Unsupported,
     instance_of,
     non_negative,
     one_of,
@@ -59,7 +55,6 @@ from noshuffle.errors import (
     positive,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.unit_ids import Ids, ids_and_kind
 from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
@@ -75,7 +70,6 @@ class Budget:
         pure: the part of epsilon that is set aside for runs of pure ε.
         unit: what is protected, "example" (default) or "user"; other runs are refused.
         neighbours: "zero-out" (default; covers adding and removing) or "replace-one".
-        individual: follow what each unit spends, and leave out those that are used up.
 
     Guarantees: the runs that were let in are together (ε, δ)-private, however each was chosen by
     what was released before, as long as every run on this data draws on this budget and the
@@ -92,7 +86,6 @@ class Budget:
         pure: float | None = None,
         unit: str | None = None,
         neighbours: str | None = None,
-        individual: bool | None = None,
     ) -> None:
         instance_of((str, os.PathLike), folder=folder)
         self.folder = folder_of(folder)
@@ -121,24 +114,15 @@ class Budget:
                 raise InvalidInput(
                     f"pure is a part of epsilon (all of it where delta is 0), got {pure!r}"
                 )
-            if individual:
-                if not delta:
-                    raise Unsupported("what units spend is followed in μ, which needs a delta")
-                limit["ids"] = new_secret(self.folder)
             self._books.begin(limit)
         self.limit = self._state().limit
-        for name, value in {**given, "individual": individual}.items():
-            known = self.is_individual if name == "individual" else self.limit[name]
-            if value not in (None, known):
+        for name, value in given.items():
+            if value not in (None, self.limit[name]):
                 raise InvalidInput(
-                    f"{folder} is a budget with {name} = {known!r}, got {value!r}; a limit is "
-                    "fixed before the first run"
+                    f"{folder} is a budget with {name} = {self.limit[name]!r}, got {value!r}; a "
+                    "limit is fixed before the first run"
                 )
-        self._limit = SpendingLimit(
-            folder=self.folder,
-            is_individual=self.is_individual,
-            **{name: self.limit[name] for name in ("name", *given)},
-        )
+        self._limit = SpendingLimit(**{name: self.limit[name] for name in ("name", *given)})
         self.epsilon, self.delta, self.pure = (float(self.limit[n]) for n in NUMBERS)
 
     def __repr__(self) -> str:
@@ -161,11 +145,6 @@ class Budget:
         """By what runs know this budget."""
         return str(self.limit["name"])
 
-    @property
-    def is_individual(self) -> bool:
-        """Whether units are followed one by one."""
-        return "ids" in self.limit
-
     def entries(self) -> list[Entry]:
         """Every run, oldest first."""
         return list(self._state().entries.values())
@@ -182,11 +161,8 @@ class Budget:
         """What all runs cost together, those under way as reserved; unprotected ones are apart.
 
         Of runs that turned out NOT PRIVATE it is no cost: with their charges it bounds the others.
-
-        Where units are followed, it is that of the unit that has spent most.
         """
-        with self._books.reading() as events:
-            return self._limit.total(BooksState.of(events))
+        return self._state().total()
 
     def left(self) -> float:
         """The largest ε, at the budget's δ, of one more Gaussian run (of pure ε, where δ = 0)."""
@@ -205,8 +181,6 @@ class Budget:
             "the next run may be chosen by what earlier ones released: the limit is a privacy "
             "filter",
         ]
-        if self.is_individual:
-            lines.append("units are followed one by one: the figure is that of the one with most")
         lines += [f"NOT PRIVATE, its charge stays: {one}" for one in void]
         lines += [f"NOT PRIVATE, and not counted: {one}" for one in self.unprotected_runs()]
         return "\n".join(lines)
@@ -250,7 +224,6 @@ class Budget:
         Guarantees: when this returns, the reservation is durable. A run that comes back finds its
         own place; a copy or an older state of it, which lacks keys or steps, gets one of its own.
         """
-        secret = secret_of(self.folder, self.limit) if self.is_individual else None
         state = self._state()
         cost = self._limit.cost(statement, plan, steps, state)  # long work, before anybody waits
         if not math.isfinite(cost.mu) and not self._exposes:
@@ -258,8 +231,6 @@ class Budget:
                 f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
                 "apart: budget=budget.unprotected('baseline')"
             )
-        if not self._limit.fits(total([self.total(), cost])):
-            self.sweep()
         asked = Reservation(
             what=what,
             listed_as=self._exposes,
@@ -273,70 +244,7 @@ class Budget:
             released=released,
             keeps_draws=keeps_draws,
         )
-        return asked.enter(self._limit, self._books, id_secret=secret)
-
-    def sweep(self) -> list[str]:
-        """Charge runs that died for what their ledgers show; returns which.
-
-        A run in memory that died stays charged for all of it.
-        """
-        state, swept = self._state(), []
-        for entry in [one for one in state.entries.values() if one.is_open and one.run]:
-            if entry.process == this_process():
-                continue
-            found = shown_by_ledger(Path(entry.run), entry.origin, entry.lives)
-            if found is None or found.rows < entry.steps_known(self.folder):
-                continue
-            with found.lock:
-                charge = OpenRun(
-                    self._limit,
-                    self._books,
-                    entry.id,
-                    entry.origin,
-                    np.empty(0, dtype=np.int64),
-                    None,
-                    entry.lives,
-                    Progress(self.folder, entry.id),
-                )
-                charge.settle(
-                    found.statement,
-                    plan=found.plan,
-                    steps=found.steps,
-                    units=found.units,
-                    rows=found.rows,
-                )
-                swept.append(entry.what)
-        return swept
-
-    # -- units ---------------------------------------------------------------------------------
-
-    def spent_by(self, ids: Any) -> list[float]:
-        """ε, at the budget's δ, that each of these units has spent, reservations included.
-
-        It tells how often a unit took part: keep it as secret as the data.
-        """
-        if not self.is_individual:
-            raise InvalidInput("this budget does not follow units; make it with individual=True")
-        with self._books.reading() as events:
-            state = BooksState.of(events)
-            units = self._units_of(ids, state)
-            spent = UnitSpending.load(self.folder, state.units).of(units)
-        shared = state.everybody()
-        both = [total([shared, Cost(math.sqrt(own))]) for own in spent.tolist()]
-        return [one.epsilon(self.delta) for one in both]
-
-    def used_up(self, ids: Any, *, plan: Plan) -> np.ndarray:
-        """Which of these units could not take part in a run of that plan; a truth value each."""
-        cost = self._limit.cost(plan.statement(), plan, plan.steps, self._state())
-        with self._books.reading() as events:
-            state = BooksState.of(events)
-            barred = self._limit.barred(state, cost, but="")
-        return np.isin(self._units_of(ids, state), barred)
-
-    def _units_of(self, ids: Any, state: BooksState) -> Ids:
-        units, kind = ids_and_kind(ids, secret=secret_of(self.folder, self.limit))
-        check_kind(state.kind_of_ids, kind)
-        return units
+        return asked.enter(self._limit, self._books)
 
 
 def _reopened(folder: str, exposes: str) -> Budget:

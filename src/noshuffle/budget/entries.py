@@ -4,7 +4,6 @@
     settle        what it is charged now: at its end, or when it comes back
     not_private   why no ε holds for a run that was let in
     unprotected   a name that a run without privacy may have
-    ids           how runs tell units apart, where those are followed: 1 and "1" would be two
 
 State: none; `BooksState.of` replays the events.
 """
@@ -13,11 +12,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 from typing import Any
 
 from noshuffle.budget.cost import Cost, total
-from noshuffle.budget.progress import Progress
 from noshuffle.budget.store import Entries
 
 
@@ -34,18 +31,10 @@ class Entry:
     is_open: bool = True
     run: str = ""
     lives: tuple[str, ...] = ()
-    process: str = ""
-    #: Steps on record when it was last settled.
+    #: Steps on record when it was last settled; a ledger with fewer is an older state of it.
     rows: int = 0
-    #: Whether the units of the run are charged one by one instead of everybody.
-    is_by_unit: bool = False
-    own_units: dict[str, Any] | None = None
     #: Why no ε holds for it, if that was found out.
     not_private: str = ""
-
-    def steps_known(self, folder: Path) -> int:
-        """Steps that it has released at least; a ledger with fewer is an older state of it."""
-        return max(self.rows, Progress(folder, self.id).steps)
 
 
 @dataclass
@@ -55,8 +44,6 @@ class BooksState:
     limit: dict[str, Any]
     entries: dict[str, Entry] = field(default_factory=dict)
     unprotected: list[str] = field(default_factory=list)
-    units: dict[str, Any] | None = None
-    kind_of_ids: str = ""
 
     @classmethod
     def of(cls, events: Entries) -> BooksState:
@@ -68,26 +55,22 @@ class BooksState:
                 state.entries[body["id"]] = Entry(**body, began=when)
             elif kind == "settle":
                 old = state.entries[body["id"]]
-                new = replace(old, cost=Cost(**body["cost"]), is_open=body["is_open"])
-                more = {
-                    key: body[key]
-                    for key in ("is_by_unit", "own_units", "process", "rows")
-                    if key in body
-                }
-                lives = (*old.lives, *body.get("lives", ()))
-                state.entries[old.id] = replace(new, lives=lives, **more)
-                state.units = body.get("units", state.units)
+                state.entries[old.id] = replace(
+                    old,
+                    cost=Cost(**body["cost"]),
+                    is_open=body["is_open"],
+                    lives=(*old.lives, *body.get("lives", ())),
+                    rows=body.get("rows", old.rows),
+                )
             elif kind == "not_private":
                 old = state.entries[body["id"]]
                 state.entries[old.id] = replace(old, not_private=body["why"])
-            elif kind == "ids":
-                state.kind_of_ids = body["kind"]
             elif kind == "unprotected":
                 state.unprotected.append(body["name"])
         return state
 
-    def everybody(self, *, but: str = "") -> Cost:
-        """What every unit is charged, whatever it did; runs without a finite cost are apart.
+    def total(self, *, but: str = "") -> Cost:
+        """What all runs cost together; runs without a finite cost are apart.
 
         The charge of a run that turned out NOT PRIVATE stays, so that nothing is given back for it;
         for the others the sum is a bound then.
@@ -95,7 +78,7 @@ class BooksState:
         found = total(
             entry.cost
             for entry in self.entries.values()
-            if entry.id != but and not entry.is_by_unit and math.isfinite(entry.cost.mu)
+            if entry.id != but and math.isfinite(entry.cost.mu)
         )
         return replace(found, is_exact=found.is_exact and not self.void())
 

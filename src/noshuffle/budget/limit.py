@@ -11,17 +11,12 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
-from pathlib import Path
-
-import numpy as np
 
 from noshuffle.accounting import gdp
 from noshuffle.budget.cost import Cost, cost_of, total
 from noshuffle.budget.entries import BooksState
-from noshuffle.budget.units import UnitSpending
 from noshuffle.errors import BudgetExceeded, InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.unit_ids import Ids
 from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
@@ -30,23 +25,12 @@ from noshuffle.statement import PrivacyStatement
 class SpendingLimit:
     """What the runs of one budget may cost together."""
 
-    folder: Path
     name: str
     epsilon: float
     delta: float
     pure: float
     unit: str
     neighbours: str
-    is_individual: bool
-
-    def total(self, state: BooksState, *, but: str = "") -> Cost:
-        """What all runs cost together; where units are followed, the one that has spent most."""
-        shared = state.everybody(but=but)
-        if not self.is_individual or state.units is None:
-            return shared
-        most = UnitSpending.load(self.folder, state.units).most
-        # A unit is charged for the worst pattern of as many steps as it had.
-        return total([shared, Cost(math.sqrt(most), is_exact=most == 0)])
 
     def capacity(self, slack: float) -> float:
         """μ of everything that is not pure ε, beside a failure probability."""
@@ -77,19 +61,16 @@ class SpendingLimit:
                 f"this budget protects one {self.unit}, the run one {statement.unit}; use "
                 "a budget of its own for it"
             )
-        near, aside = self.neighbours, self.pure - state.everybody(but=but).pure
+        near, aside = self.neighbours, self.pure - state.total(but=but).pure
         return cost_of(
             statement, delta=self.delta, neighbours=near, plan=plan, steps=steps, aside=aside
         )
 
-    def check(
-        self, state: BooksState, what: str, cost: Cost, *, but: str = "", is_shared: bool = True
-    ) -> None:
+    def check(self, state: BooksState, what: str, cost: Cost, *, but: str = "") -> None:
         """Raise where a run of this cost would pass the limit."""
         if not math.isfinite(cost.mu):
             return
-        # Units that are used up are left out of runs that know their units; of others nobody is.
-        before = self.total(state, but=but) if is_shared else state.everybody(but=but)
+        before = state.total(but=but)
         after = total([before, cost])
         if self.fits(after):
             return
@@ -106,11 +87,3 @@ class SpendingLimit:
         """Whether both parts of the limit hold: what is set aside for pure ε, and the rest."""
         rest = replace(spent, pure=0.0).epsilon(self.delta)
         return spent.pure <= self.pure and rest <= self.epsilon - self.pure
-
-    def barred(self, state: BooksState, cost: Cost, *, but: str) -> Ids:
-        """Units that cannot pay for a run of this cost beside what everybody is charged."""
-        if not self.is_individual or state.units is None:
-            return np.empty(0, dtype=np.int64)
-        shared = total([state.everybody(but=but), cost])
-        most = self.capacity(shared.slack)
-        return UnitSpending.load(self.folder, state.units).above(most**2 - shared.mu**2)

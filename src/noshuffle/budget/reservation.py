@@ -11,18 +11,14 @@ All of it is one transaction on the books, in which the limit is checked. State:
 
 from __future__ import annotations
 
-import os
 import secrets
-import socket
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from noshuffle.budget.entries import BooksState, Entry
 from noshuffle.budget.limit import SpendingLimit
 from noshuffle.budget.open_run import OpenRun
-from noshuffle.budget.progress import Progress
 from noshuffle.budget.store import Books
-from noshuffle.budget.units import UnitSpending
 from noshuffle.errors import InvalidInput, Unsupported, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.statement import PrivacyStatement
@@ -45,7 +41,7 @@ class Reservation:
     released: int
     keeps_draws: bool
 
-    def enter(self, limit: SpendingLimit, books: Books, *, id_secret: bytes | None) -> OpenRun:
+    def enter(self, limit: SpendingLimit, books: Books) -> OpenRun:
         """Write it into the books.
 
         Guarantees: raises, and writes nothing, where the limit would be passed. When this returns,
@@ -54,8 +50,8 @@ class Reservation:
         origin, lives = self.origin, self.lives
         with books.writing() as (events, append):
             state = BooksState.of(events)
-            self._check_books(state, limit)
-            known = self._found(state, limit.folder)
+            self._check_books(state, limit, books)
+            known = self._found(state)
             if origin is not None and known is None and self.keeps_draws:
                 raise Unsupported(
                     f"{self.what} is a copy or an older state of a run whose units keep their "
@@ -64,34 +60,24 @@ class Reservation:
                 )
             but = known.id if known else ""
             cost = limit.cost(self.statement, self.plan, self.steps, state, but=but)
-            # A run that cannot leave units out charges everybody.
-            is_shared = self.plan is None or self.plan.participation.is_sampled
-            limit.check(state, self.what, cost, but=but, is_shared=is_shared)
-            process = this_process()
+            limit.check(state, self.what, cost, but=but)
             if known is not None:
                 new = [life for life in lives if life not in known.lives]
                 body = {"id": known.id, "cost": asdict(cost), "is_open": True, "lives": new}
-                if known.is_by_unit:  # until it is closed again, everybody is charged for it
-                    before = UnitSpending.load(limit.folder, state.units)
-                    own_part = UnitSpending.load(limit.folder, known.own_units)
-                    state.units = before.without(own_part).save(limit.folder)
-                    body |= {"units": state.units, "is_by_unit": False}
-                append("settle", {**body, "process": process})
+                append("settle", body)
                 own = known.id
             else:
                 own = f"{limit.name}/{secrets.token_hex(8)}"
                 append("open", {
                     "id": own, "origin": origin or own, "what": self.listed_as or self.what,
                     "cost": asdict(cost), "reserved": asdict(cost), "lives": list(lives),
-                    "run": "" if self.run is None else str(self.run), "process": process,
+                    "run": "" if self.run is None else str(self.run),
                 })  # fmt: skip
-            barred = limit.barred(state, cost, but=own)
-        progress = None if self.run is None else Progress(limit.folder, own).begin()
         known_by = (*known.lives, *new) if known is not None else lives
         begun = origin or (own if known is None else known.origin)
-        return OpenRun(limit, books, own, begun, barred, id_secret, known_by, progress)
+        return OpenRun(limit, books, own, begun, known_by)
 
-    def _check_books(self, state: BooksState, limit: SpendingLimit) -> None:
+    def _check_books(self, state: BooksState, limit: SpendingLimit, books: Books) -> None:
         """The run, and those it was forked from, are in these books if they say so."""
         for own in filter(None, (self.origin, *self.parents)):
             if not own.startswith(f"{limit.name}/"):
@@ -100,11 +86,11 @@ class Reservation:
                 )
             if own not in state.entries:
                 raise VerificationFailed(
-                    f"{limit.folder} does not know of a run that draws on it: the budget is older "
+                    f"{books.folder} does not know of a run that draws on it: the budget is older "
                     "than the run; bring the newer one back"
                 )
 
-    def _found(self, state: BooksState, folder: Path) -> Entry | None:
+    def _found(self, state: BooksState) -> Entry | None:
         """The place of a run that comes back, if it is not a copy of it."""
         origin = self.origin
         if origin is None:  # its process may have ended before its ledger heard of its place
@@ -112,9 +98,4 @@ class Reservation:
         else:
             mine = [one for one in state.entries.values() if one.origin == origin]
         known = (one for one in reversed(mine) if set(one.lives) <= set(self.lives))
-        return next((one for one in known if self.released >= one.steps_known(folder)), None)
-
-
-def this_process() -> str:
-    """By what the books know who has a run open."""
-    return f"{socket.gethostname()} {os.getpid()}"
+        return next((one for one in known if self.released >= one.rows), None)

@@ -44,6 +44,7 @@ class Books:
     """
 
     def __init__(self, folder: Path) -> None:
+        self.folder = folder
         self.file, self.anchor = folder / "books.sqlite", folder / "budget.json"
 
     @property
@@ -69,7 +70,7 @@ class Books:
 
     @contextmanager
     def reading(self) -> Iterator[Entries]:
-        """Every event, oldest first; meanwhile nobody adds one, nor removes files they name."""
+        """Every event, oldest first; meanwhile nobody adds one."""
         with closing(self._connect()) as db:
             db.execute("BEGIN")
             yield self._checked(db)

@@ -19,11 +19,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from noshuffle.budget.cost import Cost, cost_of, total
 from noshuffle.errors import BudgetExceeded, Unsupported
-from noshuffle.release.unit_ids import Ids
 from noshuffle.rounding import down, up
 from noshuffle.statement import PrivacyStatement
 
@@ -43,8 +40,6 @@ class Trial:
     neighbours: str
     unit: str
     costs: list[Cost] = field(default_factory=list)
-    barred: Ids = field(default_factory=lambda: np.empty(0, dtype=np.int64))
-    id_secret: bytes | None = None
     origin: str = "search"
     #: Why no ε holds for a run of it, if that was found out.
     not_private: str = ""
@@ -89,12 +84,6 @@ class Trial:
     @property
     def name(self) -> str:
         return self.origin
-
-    def identify(self, kind: str) -> None:
-        """Units are not followed inside a search."""
-
-    def came_to(self, steps: int) -> None:
-        """The bound is on a run as it was planned."""
 
     def settle(self, statement: PrivacyStatement, **more: Any) -> None:
         """Nothing is given back: the bound is on a run as it was planned. One that turned out to be

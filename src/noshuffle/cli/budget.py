@@ -32,9 +32,6 @@ class BudgetSettings:
     pure: float | None = setting(None, "part of ε set aside for runs of pure ε and searches")
     unit: str | None = setting(None, "what is protected: example (default) or user")
     neighbours: str | None = setting(None, "zero-out (default) or replace-one")
-    individual: bool | None = setting(
-        None, "follow each unit, and leave out those that are used up", "--individual"
-    )
     unprotected: str | None = setting(
         None, f"allow runs without privacy by this name ({BASELINE}: for --baseline)"
     )
@@ -65,11 +62,10 @@ def budget(asked: BudgetSettings, output: Output) -> None:
         raise InvalidInput(
             f"{asked.folder} holds no budget; give --epsilon and --delta to begin one there"
         )
-    limits = ("epsilon", "delta", "pure", "unit", "neighbours", "individual")
+    limits = ("epsilon", "delta", "pure", "unit", "neighbours")
     own = Budget(asked.folder, **{name: getattr(asked, name) for name in limits})
     if asked.unprotected is not None:
         own.unprotected(asked.unprotected)
-    swept = own.sweep()
     picture = asked.output or asked.folder / "budget.svg"
     draw_budget(own, picture)
     if output.json:
@@ -77,8 +73,6 @@ def budget(asked: BudgetSettings, output: Output) -> None:
         return
     from rich.console import Console
 
-    for name in swept:
-        print(f"{name} had died; it is charged for what its ledger shows")
     Console(markup=False).print(_table(own))
     say(own.words())
     print(f"picture: {picture}")
@@ -117,7 +111,6 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
         "budget": str(own.folder),
         "name": own.name,
         **{name: own.limit[name] for name in ("epsilon", "delta", "pure", "unit", "neighbours")},
-        "individual": own.is_individual,
         "spent_epsilon": spent.epsilon(own.delta),
         "mu": spent.mu,
         "failure_probability": spent.slack,

@@ -126,12 +126,6 @@ class LearningStream(OneOwner):
         self.phases.append(phase)
         self._in_phase = self._phase_steps = 0
         self._open(self._run if self.folder is None else self._phase_folder())
-        if self.horizon is None and self.charge is not None and self.charge.id_secret is not None:
-            self.release.settle_budget()
-            raise Unsupported(
-                "what each unit has spent is not followed over the phases of a stream of unknown "
-                "length; give horizon=, or a budget without individual=True"
-            )
         self.rule.start(phase)
 
     def _phase_folder(self) -> Path:
@@ -157,12 +151,7 @@ class LearningStream(OneOwner):
         self.has_ended = False
         self.units.secret = self.units.secret or self.release.id_secret.hex()
         if self.units.kind:
-            self._bind_kind(self.units.kind)
-
-    def _bind_kind(self, kind: str) -> None:
-        if self.charge is not None:
-            self.charge.identify(kind)
-        self.release.ledger.bind("ids", kind)
+            self.release.ledger.bind("ids", self.units.kind)
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
@@ -178,9 +167,9 @@ class LearningStream(OneOwner):
                 f"{self.rows} rows of a horizon of {self.horizon} were learned, {rows} more came; "
                 "plan a longer horizon for a new model, or horizon=None"
             )
-        found = self.units.check(rows, ids, barred=self.release.ledger.barred)
+        found = self.units.check(rows, ids)
         if found is not None and found.kind and not self.units.kind:
-            self._bind_kind(found.kind)
+            self.release.ledger.bind("ids", found.kind)
         self._due = rows * self.passes  # from here on an interrupt leaves units without rows
         self.units.take(found)
 
@@ -282,8 +271,7 @@ class LearningStream(OneOwner):
     @property
     def _defers_rows(self) -> bool:
         """Whether ledger rows wait until the stream is saved: nothing reads them before."""
-        is_individual = self.charge is not None and self.charge.id_secret is not None
-        return self.release.folder is None and self.passes == 1 and not is_individual
+        return self.release.folder is None and self.passes == 1
 
     def _write_row(self, step: int, first: int, held: int) -> None:
         """The row of a step in memory. It needs no digest: who could repeat the step has it all."""

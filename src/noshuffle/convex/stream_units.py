@@ -2,15 +2,15 @@
 
 ids become numbers by a secret of the stream, the same in every phase. A unit is refused that was
 here before, in this call or any other, whichever phase that was; so are ids of another kind than
-before, and units whose budget is used up. State kept: the units that were seen (single ones in a
+before. State kept: the units that were seen (single ones in a
 set until they are many, since a table takes a thousand as soon as one), and, in the order they
 came, those of rows whose step has no row in the ledger yet.
 
->>> units, none = StreamUnits(may_repeat=False), np.empty(0, dtype=np.int64)
->>> units.take(units.check(2, [7, 8], barred=none))
+>>> units = StreamUnits(may_repeat=False)
+>>> units.take(units.check(2, [7, 8]))
 >>> units.first(2).tolist()
 [7, 8]
->>> units.check(1, [8], barred=none)
+>>> units.check(1, [8])
 Traceback (most recent call last):
     ...
 noshuffle.errors.ParticipationViolation: id 8 came twice and the plan allows one row each; drop \
@@ -68,16 +68,11 @@ class StreamUnits:
         self._singles: set[int] = set()
         self._waiting, self._gone = array("q"), 0
 
-    def check(self, rows: int, ids: Iterable[Hashable] | None, *, barred: Ids) -> NewUnits | None:
+    def check(self, rows: int, ids: Iterable[Hashable] | None) -> NewUnits | None:
         """Refuse ids that may not come; None where rows have none."""
         if self.are_named not in (None, ids is not None):
             raise InvalidInput("rows came with ids in one call and without in another; do the same")
         if ids is None:
-            if len(barred):
-                raise ParticipationViolation(
-                    f"{len(barred)} units have used up the budget of this data and must be left "
-                    "out; pass ids=, so that they can be told apart"
-                )
             return None
         if not isinstance(ids, list):  # which needs no further look
             instance_of(Iterable, ids=ids)
@@ -100,11 +95,6 @@ class StreamUnits:
             one = given[0 if rows == 1 else int(np.flatnonzero(came)[0])]
             raise ParticipationViolation(
                 f"id {one!r} came twice and the plan allows one row each; drop the second one"
-            )
-        if len(barred) and np.isin(found.units, barred).any():
-            raise ParticipationViolation(
-                "some ids have used up the budget of this data; leave their rows out "
-                "(budget.used_up says which)"
             )
         return found
 

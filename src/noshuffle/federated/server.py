@@ -215,11 +215,6 @@ class ServerOptimizer(OneOwner):
         except ParticipationViolation:
             why = checks.why_not(self.ledger, cohort.users, cohort.units)
             raise ParticipationViolation(why) from None
-        if admission.keep is not None:
-            user = cohort.users[int(np.flatnonzero(~admission.keep)[0])]
-            raise ParticipationViolation(
-                f"user {user!r} has used up the budget of this data; leave the user out"
-            )
         self.ledger.bind(USER_IDENTITY, self.user_identity)
         release.open(admission)
         return admission

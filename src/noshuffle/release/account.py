@@ -24,7 +24,6 @@ from noshuffle.release.facts import void_notes
 from noshuffle.release.file_identity import identity, is_same
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS, Ancestor, spent
-from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement, reasons
 
 if TYPE_CHECKING:
@@ -40,36 +39,16 @@ class Charge(Protocol):
         """By what the run's ledger knows it."""
         ...
 
-    @property
-    def barred(self) -> Ids:
-        """Units that have used up what they may spend, in order."""
-        ...
-
-    @property
-    def id_secret(self) -> bytes | None:
-        """By which names become the same numbers in every run; None: each run has its own."""
-        ...
-
-    def identify(self, kind: str) -> None:
-        """The run tells its units apart by "integers" or "names"; raises where others do not."""
-        ...
-
-    def came_to(self, steps: int) -> None:
-        """So many steps are on record; the noise of the last of them is not yet used."""
-
     def settle(
         self,
         statement: PrivacyStatement,
         *,
         plan: Plan | None = None,
         steps: int = 0,
-        units: tuple[Ids, Ids] | None = None,
         rows: int = 0,
     ) -> None:
         """Charge what was released instead of what was reserved; a statement that says NOT PRIVATE
-        marks the run.
-
-        `units` with how often each took part, where that is known; `rows`: the steps on record.
+        marks the run. `rows`: the steps on record.
         """
 
     def mark_not_private(self, why: str) -> None:
@@ -163,10 +142,7 @@ def enter(
         released=ledger.released,
         keeps_draws=plan.participation.keeps_draws,
     )
-    if kind := ledger.meta("ids"):
-        charge.identify(kind)
     ledger.bind("budget", charge.origin)
-    ledger.barred, ledger.on_record = charge.barred, charge.came_to
     expose(charge, ledger)  # its last process may have ended between its ledger and the books
     ledger.note("budget", words=charge.words())
     return charge
@@ -217,16 +193,12 @@ def leave(
     if charge is None:
         return
     ledger.check_owner()  # a forked process has a copy of a run that goes on
-    facts, units, rows = ledger.facts(), None, ledger.released
+    facts, rows = ledger.facts(), ledger.released
     before = uncounted(ancestors, charge.origin)
-    has_rows = ledger.released == released and facts.get("identified_by") == "ids"
-    if has_rows and not before and not plan.participation.is_sampled:
-        ids, seen = ledger.units()
-        units = ids, seen.count
     if released and is_in_one_piece(plan, facts):
-        released, units = plan.steps, None
+        released = plan.steps
     said = spent(plan, released, ancestors=before).with_assumptions(*void_notes(facts))
-    charge.settle(said, plan=None if before else plan, steps=released, units=units, rows=rows)
+    charge.settle(said, plan=None if before else plan, steps=released, rows=rows)
     ledger.note("budget", words=charge.words())
 
 

@@ -34,7 +34,7 @@ def identity(file: Path) -> dict[str, int | None]:
 
 def is_same(one: Mapping[str, object], other: Mapping[str, object]) -> bool:
     """Whether two records of a file may be of the same one. What one of them lacks tells nothing:
-    ledgers of earlier versions have no time, and lives in memory no file."""
+    a system may tell no time, and lives in memory have no file."""
     names = ("inode", "born")
     both = [(one.get(name), other.get(name)) for name in names]
     return all(None in pair or pair[0] == pair[1] for pair in both)

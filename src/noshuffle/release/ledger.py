@@ -25,7 +25,6 @@ in step 0 and the plan allows one step; keep the order of the plan, or use on_vi
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -73,8 +72,6 @@ class Ledger(LedgerFile):
         # By kind of batch and size: when examples were last seen apart, by this object.
         self._apart: dict[str, dict[int, int]] = {}
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
-        self.barred: Ids = np.empty(0, dtype=np.int64)  # have used up the budget of their data
-        self.on_record: Callable[[int], None] | None = None  # is told how many rows there are
         with self._reading():
             self._catch_up()
 
@@ -147,17 +144,15 @@ class Ledger(LedgerFile):
             if shared and guard.is_group_admitted(self.participation, step=step, record=shared):
                 return Admission(step, batch, "ids", known)
         units, repeat = guard.distinct(step=step, ids=ids, groups=self._groups_users, drop=drop)
-        if len(ids) and repeat is None and not len(self.barred):
+        if len(ids) and repeat is None:
             spread = self._table.spread(units)
             if guard.are_all_admitted(self.participation, step=step, spread=spread):
                 self._known.add(ids, units)
                 return Admission(step, batch, "ids", units)
         seen = self._table.look_up(units)
         mask = guard.is_admitted(self.participation, step=step, seen=seen)
-        is_barred = np.isin(units, self.barred) if len(self.barred) else False
         if not drop:
-            guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask | is_barred)
-        mask = mask & ~np.asarray(is_barred)
+            guard.refuse(self.participation, step=step, ids=units, seen=seen, mask=mask)
         if len(ids) and repeat is None and mask.all():
             self._known.add(ids, units)
             return Admission(step, batch, "ids", units)
@@ -172,11 +167,6 @@ class Ledger(LedgerFile):
                 "a sampled plan takes its batches from our sampler; make one with "
                 "private.sampler(population)"
             )
-        if len(self.barred):
-            raise ParticipationViolation(
-                f"{len(self.barred)} units have used up the budget of this data, and a sampled "
-                "plan cannot leave them out: its ε rests on the draw; use one without sampling"
-            )
         drawn = self.sampler.handed_out(step)
         if ids is not None and self._groups_users:
             ids = np.unique(ids)
@@ -186,11 +176,6 @@ class Ledger(LedgerFile):
 
     def _by_fingerprint(self, step: int, batch: bytes, *, drop: bool) -> Admission:
         """Without ids the batch is the unit, and every epoch must bring the same batches."""
-        if len(self.barred):
-            raise ParticipationViolation(
-                f"{len(self.barred)} units have used up the budget of this data and must be left "
-                "out; pass ids=, so that they can be told apart"
-            )
         unit = np.array([name_to_id(batch)], dtype=np.int64)
         record = self._table.shared(unit)
         if record is not None:  # the same rule on plain numbers
@@ -280,8 +265,6 @@ class Ledger(LedgerFile):
     def _take_in(self, step: int, units: Ids) -> None:
         """The row of the next step is on the disk."""
         self._later, self._released = (step, units), step + 1
-        if self.on_record is not None:
-            self.on_record(step + 1)
 
     def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
         """Write down what a look at the model found for one kind of batch; durable.

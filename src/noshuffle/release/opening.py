@@ -59,7 +59,6 @@ class Opened:
     ancestors: tuple[Ancestor, ...]
     lock: FolderLock | None
     charge: account.Charge | None = None
-    id_secret: bytes | None = None
     #: Of a new run in a folder: the folders that were made for it.
     made: tuple[Path, ...] | None = None
 
@@ -152,9 +151,7 @@ def open_run(
 
 def _charged(opened: Opened, plan: Plan, budget: account.Account | None) -> Opened:
     charge = account.enter(budget, plan, opened.ledger, opened.folder, opened.ancestors)
-    if charge is None:
-        return opened
-    return replace(opened, charge=charge, id_secret=charge.id_secret)
+    return replace(opened, charge=charge)
 
 
 @contextmanager

@@ -155,8 +155,6 @@ class Release(RunState):
                     "5 and '5' would count as two units, so give the same kind in every step"
                 )
             if not is_question:
-                if self.charge is not None:
-                    self.charge.identify(kind)
                 self.ledger.bind("ids", kind)
                 self._kind_of_ids = kind
 

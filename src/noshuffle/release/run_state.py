@@ -58,7 +58,7 @@ class RunState(OneOwner):
         self.ledger, self.ancestors = opened.ledger, opened.ancestors
         self._ring, self._lock, self.secret = opened.ring, opened.lock, opened.ring.secret
         self._opened = replace(opened, lock=None)  # which is let go of with the run
-        self.charge, self.id_secret = opened.charge, opened.id_secret or opened.ring.secret
+        self.charge, self.id_secret = opened.charge, opened.ring.secret
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
         self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
         self.threshold.settle(tuple(shapes))

@@ -176,23 +176,23 @@ def _opened(
     """Rank 0 opens the run; the others hear of its keys and facts."""
     here: list[Opened] = []
 
-    def begin() -> tuple[KeyRing, tuple[Ancestor, ...], dict[str, str | None], int, bytes | None]:
+    def begin() -> tuple[KeyRing, tuple[Ancestor, ...], dict[str, str | None], int]:
         def make(path: Path | None) -> GroupLedger:
             return GroupLedger(plan, team=team, path=path)
 
         opened = open_run(plan, run=run, source=source, device=device, make=make, budget=budget)
         here.append(opened)
         facts, released = opened.ledger.facts(), opened.ledger.released
-        return opened.ring, opened.ancestors, facts, released, opened.id_secret
+        return opened.ring, opened.ancestors, facts, released
 
-    ring, ancestors, facts, released, secret = team.lead("the run folder", begin)
+    ring, ancestors, facts, released = team.lead("the run folder", begin)
     if here:
         return here[0]
     folder = None if run is None else RunFolder.of(run)
     ledger = GroupLedger.elsewhere(plan, team=team, facts=facts, released=released)
     seen = None if folder is None else Elsewhere(folder.path, ancestors)
     recipe = plan.strategy.recipe(plan.steps)
-    return Opened(seen, ledger, ring, recipe, ancestors, None, id_secret=secret)
+    return Opened(seen, ledger, ring, recipe, ancestors, None)
 
 
 def _digests(model: nn.Module) -> dict[str, str]:
