@@ -1,4 +1,4 @@
-"""`noshuffle budget` and `tune`, and --budget of the commands that release something."""
+"""`noshuffle budget`, and --budget of the commands that release something."""
 
 from __future__ import annotations
 
@@ -114,41 +114,8 @@ def test_refusals(folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str
         (["budget", folder, "--epsilon", "3"], "fixed before the first run"),
         (["budget", folder, "--output", "b.txt"], "must end with"),
         (["train", "--budget", folder, "--baseline"], "--unprotected baseline"),
-        (["tune", "--budget", folder, "--sampling", "poisson"], "takes --epsilon"),
-        (["tune", "--test-seed", "1"], "neither --baseline nor --test-seed"),
-        (["tune", "--clip-norms", "1,x", "--epsilon", "1"], "are numbers"),
     ]:
         assert main(line) == 2, line
         assert words in capsys.readouterr().err
     assert main(["budget", folder, "--unprotected", "baseline", "--json"]) == 0
     assert Budget(folder).declared() == ["baseline"]
-
-
-def test_tune_keeps_the_best_and_says_what_the_search_costs(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    budget = Budget(tmp_path / "b", epsilon=4.0, delta=1e-4, pure=3.0)
-    out = tmp_path / "best"
-    line = ["tune", "--model", "linear", "--mechanism", "tree", "--epochs", "1", "--epsilon", "3"]
-    line += ["--learning-rates", "0.1,1", "--clip-norms", "0.5,1", "--repeats", "2", "--json"]
-    assert main([*line, "--budget", str(budget.folder), "--out", str(out)]) == 0
-    record = said(capsys)
-    assert record["settings_tried"] == 4
-    assert record["best"]["lr"] in (0.1, 1.0)
-    assert record["statement"]["epsilon"] <= 3.0
-    assert "the search is inside" in str(record["statement"])
-    assert (out / "model.safetensors").is_file()
-    assert [entry.what for entry in budget.entries()] == ["search over 4 settings"]
-    assert budget.total().pure == pytest.approx(record["statement"]["epsilon"])
-
-
-def test_a_search_on_a_budget_has_the_delta_that_was_asked_for(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    budget = Budget(tmp_path / "b", epsilon=8.0, delta=1e-5, pure=6.0)
-    line = ["tune", "--model", "linear", "--mechanism", "tree", "--epochs", "1", "--epsilon", "3"]
-    line += ["--learning-rates", "0.1", "--repeats", "1", "--json", "--budget", str(budget.folder)]
-    assert main([*line, "--delta", "1e-8", "--out", str(tmp_path / "asked")]) == 0
-    assert said(capsys)["statement"]["delta"] == 1e-8
-    assert main([*line, "--out", str(tmp_path / "default")]) == 0
-    assert said(capsys)["statement"]["delta"] == pytest.approx(1e-6)

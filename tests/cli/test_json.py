@@ -48,10 +48,6 @@ LINES: dict[str, tuple[str, tuple[str, ...]]] = {
         STATED,
     ),
     "predict": ("predict model t.csv", ("prediction", "probability")),
-    "tune": (
-        "tune --epochs 1 --batch-size 240 --mechanism identity --learning-rates 0.1 --out best",
-        (*STATED, "settings_tried", "score", "best"),
-    ),
 }
 #: What is told without --json of work that is done, where the line itself would do it again.
 AGAIN = {
@@ -62,12 +58,11 @@ AGAIN = {
     "federated": "federated --resume users",
     "fit": "verify model",
     "seal": "verify run",
-    "tune": "watch trained --once",
 }
 #: Folders, and the command that makes each.
 MAKERS = {"run": "sum", "all": "budget", "trained": "train", "users": "federated", "model": "fit"}
 #: Those that train: a second or two each, and their own tests have --json, too.
-TRAINS = ("train", "federated", "fit", "predict", "tune")
+TRAINS = ("train", "federated", "fit", "predict")
 EVERY = [pytest.param(n, marks=pytest.mark.slow) if n in TRAINS else n for n in LINES]
 
 

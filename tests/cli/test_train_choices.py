@@ -11,7 +11,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from safetensors.torch import load_file
 
 from noshuffle import datasets
 from noshuffle.cli import main
@@ -195,12 +194,3 @@ def test_data_without_held_out_examples_are_refused_before_the_first_step(
     monkeypatch.setattr(datasets, "load", lambda name: bare)
     with pytest.raises(InvalidInput, match="no held-out examples"):
         loaded(TrainSettings.of({"features": features}))
-
-
-@pytest.mark.usefixtures("leaves_once")
-def test_tune_searches_on_the_features_that_are_asked_for(tmp_path: Path, capsys) -> None:
-    how = "tune --data digits --epochs 1 --epsilon 8 --features patches:7 --repeats 2"
-    assert main(f"{how} --learning-rates 0.1 --out {tmp_path / 'found'} --json".split()) == 0
-    weights = load_file(tmp_path / "found" / "model.safetensors")
-    assert weights["1.weight"].shape == (10, 2 * 7 * 4)  # 64 are the pixels
-    capsys.readouterr()

@@ -19,7 +19,6 @@ from typer.main import get_command
 from noshuffle import Plan, SinglePass, report
 from noshuffle.cli import app, job_view, main
 from noshuffle.cli import audit as audit_command
-from noshuffle.cli import tune as tune_command
 from noshuffle.cli.commands import command
 
 COMMANDS: dict[str, Any] = get_command(app).commands  # type: ignore[attr-defined]
@@ -42,7 +41,6 @@ def _no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
     monkeypatch.setattr(report, "write_report", lambda *_, **__: None)  # pictures take seconds
     monkeypatch.setattr(job_view, "run_and_tell", begins)
-    monkeypatch.setattr(tune_command, "_search", begins)
     monkeypatch.setattr(audit_command, "_trained", begins)
     monkeypatch.chdir(tmp_path)
     plan = Plan.fit(SinglePass(steps=4), mechanism="tree", noise_multiplier=2.0)
@@ -52,7 +50,6 @@ def _no_training(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 BASE = {
     "train": [],
-    "tune": [],
     "federated": [],
     "predict": [".", "rows.csv"],
     "fit": ["rows.csv", "--target", "label", "--bounds", "0,7", "--classes", "0,1"],

@@ -51,7 +51,7 @@ def budget(asked: BudgetSettings, output: Output) -> None:
     """What all runs on the same data have cost together, and what is left.
 
     With --epsilon and --delta a new budget is begun; give its folder as --budget to train,
-    federated, fit, sum and tune. A limit cannot be changed: it is fixed before the first run.
+    federated, fit and sum. A limit cannot be changed: it is fixed before the first run.
     """
     from noshuffle.budget import Budget
     from noshuffle.budget.store import Books

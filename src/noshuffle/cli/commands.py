@@ -25,10 +25,6 @@ COMMANDS = {
     "train": Listed(
         "train", "Train a model with differential privacy, in the natural order of the data."
     ),
-    "tune": Listed(
-        "tune",
-        "Find learning rate and clip norm of noshuffle train within one ε, the search included.",
-    ),
     "federated": Listed(
         "federated", "Train over users with user-level differential privacy, without sampling them."
     ),

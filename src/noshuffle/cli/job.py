@@ -10,7 +10,6 @@ from itertools import count
 from pathlib import Path
 
 import torch
-from torch import nn
 
 from noshuffle.budget import Budget
 from noshuffle.cli.budget import note_baseline
@@ -30,8 +29,6 @@ from noshuffle.cli.train_settings import TrainSettings, stages_of
 from noshuffle.cli.train_task import TrainTask, task_of
 from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source
-from noshuffle.plan import Plan
-from noshuffle.release.account import Account
 from noshuffle.release.extension import finish
 from noshuffle.release.folder_lock import take
 from noshuffle.release.unit_ids import Ids
@@ -126,32 +123,6 @@ def run_job(
         baseline=baseline,
         seconds=time.perf_counter() - began,
     )
-
-
-def train_quietly(
-    settings: TrainSettings, data: DataSet, plan: Plan, *, budget: Account
-) -> nn.Module:
-    """One run in memory, of which nothing but the model is left."""
-    model = make_model(settings, data)
-    optimizer = make_optimizer(settings, model)
-    order = _order(settings, data)
-    private = privatize(
-        model,
-        optimizer,
-        plan,
-        clip_norm=settings.clip_norm,
-        batch_size=settings.batch_size,
-        budget=budget,
-    )
-    fit_model(
-        private,
-        _batches(settings, data, private, order),
-        nn.CrossEntropyLoss(),
-        epochs=_passes(settings),
-        scheduler=make_scheduler(settings, optimizer, plan.steps),
-    )
-    private.close()
-    return model
 
 
 def _checkpoints(settings: TrainSettings, data: DataSet) -> int | None:

@@ -61,10 +61,8 @@ def kept_settings(run: Path, *, kind: str, budget: Path | None) -> dict[str, Any
     if not isinstance(kept, dict):
         raise InvalidInput(f"{file} does not hold settings; the run folder is damaged")
     made_by = kept.pop("kind", "train")
-    if made_by in ("fit", "tune"):
-        raise InvalidInput(
-            f"{run} was made by noshuffle {made_by}, which is not resumed; start anew"
-        )
+    if made_by == "fit":
+        raise InvalidInput(f"{run} was made by noshuffle fit, which is not resumed; start anew")
     if made_by != kind:
         again = f"noshuffle {made_by} --resume {quoted(run)}"
         raise InvalidInput(f"{run} is another kind of run; use: {again}")

@@ -105,13 +105,9 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
     return MinSeparation(steps, max(separation, 1), int(counts.max()) * settings.epochs)
 
 
-def make_plan(settings: TrainSettings, data: DataSet, strategy: Strategy | None = None) -> Plan:
+def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
     """The plan of a run; mechanisms by name are fitted here, unless they were before."""
     participation = participation_of(settings, data)
-    if strategy is not None:
-        return Plan.fit(
-            participation, mechanism=strategy, epsilon=settings.epsilon, delta=settings.delta
-        )
     mechanism: str | Strategy = "identity"
     if settings.sampling in ("none", "bins"):
         mechanism = mechanism_named(settings.mechanism)
@@ -278,15 +274,11 @@ def _stages_in_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
 
 def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:
     """Share of right answers on held-out data (of right characters for text)."""
-    return float(right_answers(model, x, y).mean())
-
-
-def right_answers(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """Of every held-out example, whether the answer is right (the share of its characters)."""
-    return torch.cat([
+    right = torch.cat([
         (scores.argmax(1) == target).double().reshape(len(target), -1).mean(1)
         for scores, target in answers(model, x, y)
-    ]).cpu()  # fmt: skip
+    ])  # fmt: skip
+    return float(right.cpu().mean())
 
 
 def answers(

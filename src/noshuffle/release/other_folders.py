@@ -1,13 +1,12 @@
 """Folders that are no run: what they are instead, and which run whoever named them may mean.
 
 A run has a plan, a ledger or checkpoints. A folder with none of them contradicts no statement, so
-nothing about it is refuted: it is a slip in a name, a folder of several runs, a part of a run, a
-budget, or what a search keeps.
+nothing about it is refuted: it is a slip in a name, a folder of several runs, a part of a run, or
+a budget.
 """
 
 from __future__ import annotations
 
-import json
 from contextlib import suppress
 from pathlib import Path
 
@@ -36,12 +35,6 @@ def not_a_run(path: Path) -> str:
         return f"{said}, but is part of one: name {around}"
     if (path / "books.sqlite").exists():
         return f"{said}; it is a budget (noshuffle budget {path}), which names its runs"
-    if _kind(path) == "tune":
-        return (
-            f"{said}; it is what noshuffle tune keeps of a search: the runs of it leave no trace, "
-            "so nothing can be recomputed, and its statement.json rests on the word of whoever "
-            "made it"
-        )
     return said
 
 
@@ -54,9 +47,3 @@ def _runs_in(path: Path) -> list[Path]:
         files = [*path.glob("*/plan.json"), *path.glob("*/*/plan.json")]
         return sorted(file.parent for file in files)
     return []
-
-
-def _kind(path: Path) -> object:
-    with suppress(OSError, ValueError, AttributeError):
-        return json.loads((path / "config.json").read_text(encoding="utf-8")).get("kind")
-    return None
