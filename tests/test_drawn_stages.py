@@ -9,7 +9,6 @@ import pytest
 
 from noshuffle import Plan
 from noshuffle.accounting import fourier
-from noshuffle.auditing.draws import audit_draws
 from noshuffle.budget.cost import cost_of
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
@@ -154,8 +153,6 @@ def test_the_draws_of_a_stage_are_its_own(part: Participation) -> None:
             once, again = (set(sampler.draw(t).tolist()) for t in (step, part.steps + step))
             same += len(once & again) / max(len(once), 1) / part.steps
         assert same < 0.6
-        assert audit_draws(staged, sampler=sampler).answer == "HOLDS"
-    assert audit_draws(staged).answer == "HOLDS"
 
 
 def test_what_is_no_stage() -> None:

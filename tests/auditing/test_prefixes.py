@@ -14,7 +14,7 @@ import torch
 import noshuffle.auditing
 import noshuffle.strategies as st
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED
-from noshuffle.auditing.curve import delta_of, epsilon_of, mu_of
+from noshuffle.auditing.curve import delta_of, epsilon_of
 from noshuffle.auditing.emitted import emitted_rows
 from noshuffle.auditing.prefixes import audit_plan, whitening
 from noshuffle.auditing.signs import directions
@@ -27,6 +27,7 @@ from noshuffle.participation import (
     Epochs,
     MinSeparation,
     Participation,
+    Poisson,
     Restarted,
     SinglePass,
 )
@@ -133,6 +134,20 @@ def test_a_stopped_tree_accounted_as_a_fresh_one_is_refuted() -> None:
     assert "stopped after" in found.words()
 
 
+def test_the_epsilon_of_poisson_draws_is_refuted_for_a_fixed_order() -> None:
+    order = Plan.fit(Epochs(3, 8), mechanism="identity", noise_multiplier=1.0)
+    poisson = Plan.fit(Poisson(24, 1 / 8), mechanism="identity", noise_multiplier=1.0)
+    assert audit_plan(order, stated={24: poisson.epsilon()}).answer == REFUTED
+
+
+def test_secret_draws_are_not_decided() -> None:
+    plan = Plan.fit(Poisson(24, 1 / 8), mechanism="identity", noise_multiplier=1.0)
+    found = audit_plan(plan)
+    assert found.answer == UNDECIDED
+    assert not found.stops
+    assert "not checked: the ε of batches that are drawn in secret" in found.words()
+
+
 def brute_force(X: np.ndarray, *, gap: int, every: int, most: int) -> float:
     """The largest sum of |X| over all allowed patterns, one by one."""
     patterns = (p for r in range(1, most + 1) for p in combinations(range(len(X)), r))
@@ -189,7 +204,6 @@ def test_the_curve_is_that_of_the_accountant() -> None:
             gaussian.epsilon(mu=mu, delta=1e-6), rel=1e-6, abs=1e-9
         )
         assert delta_of(mu, epsilon=1.0) <= 1.0
-    assert mu_of(epsilon_of(2.0, delta=1e-5), delta=1e-5) == pytest.approx(2.0, rel=1e-6)
     assert epsilon_of(math.inf, delta=1e-5) == epsilon_of(math.nan, delta=1e-5) == math.inf
     assert epsilon_of(0.0, delta=1e-5) == 0.0
 
@@ -258,9 +272,13 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     record = json.loads(capsys.readouterr().out)
     assert record["answer"] == HOLDS
     assert len(record["parts"][0]["stops"]) == 8
-    assert page.read_text().count("<svg") == 3
+    assert page.read_text().count("<svg") == 2
     assert main(["audit", str(path), "--most-steps", "3"]) == 3
     assert "NOT DECIDED" in capsys.readouterr().out
+    plan = Plan.fit(Poisson(8, 0.1), mechanism="identity", epsilon=2.0)
+    (tmp_path / "drawn.json").write_text(plan.to_json())
+    assert main(["audit", str(tmp_path / "drawn.json"), "--page", str(page)]) == 3
+    assert "drawn in secret" in page.read_text()
     assert main(["audit", str(tmp_path / "none.json")]) == 2
     assert main(["audit", str(path), "--save"]) == 2
     assert "--save needs a run folder" in capsys.readouterr().err

@@ -3,9 +3,6 @@
     emitted     the matrix of a noise stream, by unit draws
     worst       the largest shift that one unit can make (directions: `signs`)
     prefixes    ε of every stopping point beside the statement
-    sampled     ε where batches are drawn in secret, by Monte Carlo (turns, capped, positions,
-                likelihood); draws: are they as planned
-    covariance  the law of noise that left, over many coordinates
     canaries    known participation, orthogonal directions; training_run: in a real run
     one_run     what guesses about many coins prove; membership: losses of the final model
     run_folder  statement and model of a finished run

@@ -2,11 +2,11 @@
 
     δ(ε) = Φ(−ε/μ + μ/2) − e^ε Φ(−ε/μ − μ/2)            (Dong, Roth & Su, arXiv 1905.02383)
 
-δ falls in ε and rises in μ, so both inverses are bisections; each ends on the side that is named.
+δ falls in ε, so ε of a μ at a δ is a bisection, which ends above.
 μ = 0 gives ε = 0, μ = ∞ gives ∞, NaN gives ∞ (nothing is known, so nothing is promised).
 
->>> round(epsilon_of(1.0, delta=1e-5), 4), round(mu_of(4.37718, delta=1e-5), 5)
-(4.3772, 1.0)
+>>> round(epsilon_of(1.0, delta=1e-5), 4)
+4.3772
 """
 
 from __future__ import annotations
@@ -43,19 +43,6 @@ def epsilon_of(mu: float, *, delta: float) -> float:
         middle = (low + high) / 2
         low, high = (middle, high) if delta_of(mu, epsilon=middle) > delta else (low, middle)
     return high
-
-
-def mu_of(epsilon: float, *, delta: float) -> float:
-    """The largest μ whose ε at δ is at most `epsilon`, from below."""
-    if math.isinf(epsilon):
-        return math.inf
-    low, high = 0.0, 1.0
-    while high < _LARGEST and epsilon_of(high, delta=delta) <= epsilon:
-        high *= 2
-    for _ in range(80):
-        middle = (low + high) / 2
-        low, high = (middle, high) if epsilon_of(middle, delta=delta) <= epsilon else (low, middle)
-    return low
 
 
 def power(mu: float, false_positives: float) -> float:

@@ -7,7 +7,7 @@ counts. With Σ = L Lᵀ, L lower triangular, the rows l_r of L⁻¹ give all st
     Σ_t⁻¹ = Σ_{r<t} l_r l_rᵀ,        μ_t = max_u √(uᵀ Σ_t⁻¹ u) / z · (2 for replace-one)
 
 A row without noise of its own (a zero on the diagonal of L) is a release without protection: μ = ∞.
-Where batches are drawn in secret there is no one Gaussian: `sampled` gives an interval for ε.
+Where batches are drawn in secret there is no one Gaussian: such a plan is not decided here.
 Stated ε is whatever the plan says, `Plan.epsilon_after(t)`, or comes from elsewhere.
 
 >>> from noshuffle import Epochs, Plan
@@ -29,19 +29,17 @@ import numpy as np
 from scipy.linalg import solve_triangular
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, Finding, combined
-from noshuffle.auditing.curve import epsilon_of, mu_of
+from noshuffle.auditing.curve import epsilon_of
 from noshuffle.auditing.emitted import Array, emitted_rows
-from noshuffle.auditing.likelihood import NUMBERS
-from noshuffle.auditing.sampled import epsilon_of_draws
 from noshuffle.auditing.worst import worst
 from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
 from noshuffle.rounding import down, up
 
 #: Longest run whose rows are emitted and inverted; of a longer one, its beginning.
-MOST_STEPS, MOST_SAMPLED = 1024, 4096
-#: Relative error of ε that float32 rows may have, and that Monte Carlo may leave.
-TOLERANCE, CHANCE = 2e-4, 0.01
+MOST_STEPS = 1024
+#: Relative error of ε that float32 rows may have.
+TOLERANCE = 2e-4
 #: Stopping points of participations whose worst pattern is a search.
 _SEARCHED = 48
 
@@ -57,14 +55,14 @@ class Stop:
     mu_low: float
     mu_high: float
     pattern: tuple[int, ...]
-    tolerance: float = TOLERANCE
 
     @property
     def answer(self) -> str:
         """Whether the stated ε covers the truth, up to the tolerance."""
-        if self.low > self.stated * (1 + TOLERANCE) + 1e-9:
+        covered = self.stated * (1 + TOLERANCE) + 1e-9
+        if self.low > covered:
             return REFUTED
-        return HOLDS if self.high <= self.stated * (1 + self.tolerance) + 1e-9 else UNDECIDED
+        return HOLDS if self.high <= covered else UNDECIDED
 
 
 @dataclass(frozen=True)
@@ -128,25 +126,20 @@ class PlanAudit(Finding):
 
 
 def audit_plan(
-    plan: Plan,
-    *,
-    stated: Mapping[int, float] | None = None,
-    most_steps: int | None = None,
-    numbers: int = NUMBERS,
+    plan: Plan, *, stated: Mapping[int, float] | None = None, most_steps: int | None = None
 ) -> PlanAudit:
     """Compare the plan's ε of every stopping point with the one of the rows it emits.
 
-    `stated` gives ε by number of steps, where it is not that of `plan.epsilon_after`; `numbers`
-    are the random ones of each Monte Carlo, where batches are drawn in secret.
+    `stated` gives ε by number of steps, where it is not that of `plan.epsilon_after`.
     """
     part = plan.guarded
-    n = min(plan.steps, most_steps or (MOST_SAMPLED if part.is_sampled else MOST_STEPS))
-    left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
     common = (plan.strategy.words(), part.words(), plan.noise_multiplier, plan.delta)
+    if part.is_sampled:
+        return PlanAudit(*common, (), "the ε of batches that are drawn in secret")
+    n = min(plan.steps, most_steps or MOST_STEPS)
+    left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
     rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=n, horizon=plan.steps)
     factor, stated = whitening(rows @ rows.T), stated or {}
-    if part.is_sampled:
-        return PlanAudit(*common, *_sampled(plan, factor, stated, numbers, left_out))
     twice = 2.0 if plan.neighbours == "replace-one" else 1.0
     X, stops, chosen = np.zeros((n, n)), [], set(_stops(plan, n))
     for t in range(1, n + 1):
@@ -166,31 +159,6 @@ def audit_plan(
         ends = (epsilon_of(low, delta=plan.delta), epsilon_of(high, delta=plan.delta))
         stops.append(Stop(t, spent, *ends, low, high, pattern))
     return PlanAudit(*common, tuple(stops), left_out)
-
-
-def _sampled(
-    plan: Plan, factor: Array, stated: Mapping[int, float], numbers: int, left_out: str
-) -> tuple[tuple[Stop, ...], str]:
-    """The whole, a quarter and a sixteenth of it, the first step, and what is stated."""
-    n, stops = len(factor), []
-    for t in sorted({1, *(max(1, n // part) for part in (16, 4, 1)), *stated} & {*range(n + 1)}):
-        spent = float(stated[t]) if t in stated else plan.epsilon_after(t)
-        for more in (1, 4):  # a narrower interval where the first one does not decide
-            found = epsilon_of_draws(
-                plan.participation,
-                factor[:t, :t] / (plan.noise_multiplier or 1e-300),
-                neighbours=plan.neighbours,
-                delta=plan.delta,
-                numbers=more * numbers,
-            )
-            if found is None:
-                return (), "turns of one unit that share noise, or an unknown draw"
-            low, high = (mu_of(one, delta=plan.delta) for one in (found.low, found.high))
-            stop = Stop(t, spent, found.low, found.high, low, high, (), CHANCE)
-            if stop.answer != UNDECIDED:
-                break
-        stops.append(stop)
-    return tuple(stops), left_out
 
 
 def whitening(covariance: Array) -> Array:
@@ -226,7 +194,5 @@ def _stops(plan: Plan, n: int) -> list[int]:
 
 
 def _shown(pattern: tuple[int, ...]) -> str:
-    if not pattern:
-        return "that is drawn in secret"
     text = "in steps " + ", ".join(str(step) for step in pattern[:8])
     return f"{text}, … ({len(pattern)} in all)" if len(pattern) > 8 else text

@@ -2,7 +2,6 @@
 
     white box    all iterates: T of every canary (see `canaries`), μ̂ beside the claimed μ
     one run      guesses about the coins: ε and μ that are proved without assumptions (`one_run`)
-    noise        covariance over the canaries that were not in the data (`covariance`)
     final model  the same canaries by their last values; losses of people by coin (`membership`)
 
 The run is `privatize` with its own keys, guard, clipping, ledger in memory and noise: nothing is
@@ -12,7 +11,6 @@ allows.
 
 from __future__ import annotations
 
-import math
 import warnings
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -26,7 +24,6 @@ from torch import Tensor, nn
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
 from noshuffle.auditing.canaries import Canaries, CanaryModel, canary_loss, estimate
-from noshuffle.auditing.covariance import compare
 from noshuffle.auditing.curve import MuEstimate, epsilon_of
 from noshuffle.auditing.emitted import Array
 from noshuffle.auditing.membership import attack
@@ -36,6 +33,9 @@ from noshuffle.errors import ProbablyNotMeant, whole
 from noshuffle.plan import Plan
 from noshuffle.rounding import up
 from noshuffle.training import privatize
+
+#: Coins that leave ten canaries on either side, six deviations below what is expected.
+_LEAST = 80
 
 
 @dataclass(frozen=True)
@@ -82,8 +82,7 @@ def audit_training(
     progress: Callable[[int], None] | None = None,
 ) -> list[Finding]:
     """Train `model` on half of the rows of (x, y) with canaries among them; what attackers find."""
-    half = 4 * plan.steps + 40  # what `compare` needs of those that stay out, six deviations apart
-    whole(at_least=math.ceil(2 * half + 12 * math.sqrt(2 * half)), canaries=canaries)
+    whole(at_least=_LEAST, canaries=canaries)
     planted = Canaries.of(plan, count=canaries, examples=examples)
     is_member = np.random.default_rng().random(len(x)) < 0.5
     people = np.flatnonzero(is_member)
@@ -118,8 +117,6 @@ def audit_training(
         proved = best_guesses(scores, coins, delta=delta)
         seen = estimate(scores, coins)
         found.append(CanaryAudit(attacker, canaries, claim, reach, seen, proved, delta))
-    unseen = released[:, ~coins]
-    found.append(compare(unseen, planted.covariance, plan.guarded, claim, delta))
     found.append(attack(losses, is_member, claimed_mu=claim))
     return found
 

@@ -31,9 +31,7 @@ class AuditSettings:
     save: bool = setting(
         False, "keep audit.json and audit.html in the run folder; its report shows them", "--save"
     )
-    most_steps: int | None = setting(
-        None, "steps that are looked at, from the first on (1024; 4096 of secret draws)"
-    )
+    most_steps: int | None = setting(None, "steps that are looked at, from the first on (1024)")
 
     def __post_init__(self) -> None:
         whole(canaries=self.canaries, examples=self.examples)
@@ -75,11 +73,9 @@ def audit(asked: AuditSettings, output: Output) -> int:
     """Check a guarantee without the formulas that made it.
 
     The noise stream of training is driven with unit draws; ε of every stopping point comes from the
-    covariance of its rows, and noise that leaves by the door is compared with it. Where batches are
-    drawn in secret, ε comes from a Monte Carlo of the attacker's likelihood ratio, and draws are
-    counted. --train adds a real training run with canaries. HOLDS (exit status 0): the stated ε
-    covers all that was found. REFUTED (1): an attack exceeds it. NOT DECIDED (3): neither was
-    shown; what was left out is named.
+    covariance of its rows. --train adds a real training run with canaries. HOLDS (exit status 0):
+    the stated ε covers all that was found. REFUTED (1): an attack exceeds it. NOT DECIDED (3):
+    neither was shown; what was left out is named. The ε of secret draws is not decided.
     """
     from noshuffle.auditing.answers import EXIT_CODES, record_of
 
@@ -96,7 +92,6 @@ def audit(asked: AuditSettings, output: Output) -> int:
 
 
 def _findings(asked: AuditSettings, *, is_quiet: bool) -> list[Finding]:
-    from noshuffle.auditing.covariance import audit_noise, released_noise
     from noshuffle.auditing.prefixes import audit_plan
     from noshuffle.auditing.run_folder import audit_run
 
@@ -105,17 +100,7 @@ def _findings(asked: AuditSettings, *, is_quiet: bool) -> list[Finding]:
         findings = audit_run(asked.target, most_steps=asked.most_steps)
     else:
         findings = [audit_plan(plan, most_steps=asked.most_steps)]
-    if plan.participation.is_sampled:
-        from noshuffle.auditing.draws import audit_draws
-
-        findings.append(audit_draws(plan.participation))
-    if asked.train:
-        return findings + _trained(asked, plan, is_quiet=is_quiet)
-    if plan.noise_multiplier and not plan.participation.is_sampled:
-        steps = min(plan.steps, asked.most_steps or 256, 256)
-        noise = released_noise(plan, coordinates=max(4096, 16 * steps), steps=steps)
-        findings.append(audit_noise(noise, plan))
-    return findings
+    return findings + _trained(asked, plan, is_quiet=is_quiet) if asked.train else findings
 
 
 def _trained(asked: AuditSettings, plan: Plan, *, is_quiet: bool) -> list[Finding]:

@@ -33,7 +33,7 @@ def section(record: dict[str, Any]) -> str:
         own_cards, own_figures = _TELLERS[part["kind"]](part)
         cards += own_cards
         figures += own_figures
-    if measured := [part for part in record["parts"] if part["kind"] in ("noise", "canaries")]:
+    if measured := [part for part in record["parts"] if part["kind"] == "canaries"]:
         figures.append(
             (
                 _intervals(measured),
@@ -95,15 +95,6 @@ def _ratios(axes: Axes, stops: list[Part]) -> None:
     axes.ticklabel_format(axis="y", useOffset=False)
 
 
-def _noise(part: Part) -> Told:
-    return [(_number(part["estimate"]["mu"]), "μ̂ of the worst unit, from the noise itself")], []
-
-
-def _draws(part: Part) -> Told:
-    least = min(p for *_, p in part["tests"].values())
-    return [(f"{least:.2g}", f"least p of {len(part['tests'])} counts of secret draws")], []
-
-
 def _canaries(part: Part) -> Told:
     label = f"μ̂ from the {part['attacker']}; claimed {up(part['claimed_mu'], digits=4)}"
     return [(_number(part["estimate"]["mu"]), label)], []
@@ -160,16 +151,12 @@ def _intervals(axes: Axes, parts: list[Part]) -> None:
     axes.axvline(claim, color=MUTED, lw=2, label="claimed")
     for at, part in enumerate(parts):
         own, colour = part["estimate"], WARM if part["answer"] == "REFUTED" else ACCENT
-        if own["mu"] is None:  # infinite
-            axes.annotate("∞", (claim, at), color=WARM, fontsize=16)
-            continue
         ends = [[own["mu"] - own["low"]], [own["high"] - own["mu"]]]
         axes.errorbar([own["mu"]], [at], xerr=ends, fmt="o", ms=4, capsize=4, color=colour)
-        if "reachable_mu" in part:
-            axes.plot([part["reachable_mu"]], [at], "|", color=WARM, ms=18)
-    labels = [part.get("attacker", "noise alone") for part in parts]
+        axes.plot([part["reachable_mu"]], [at], "|", color=WARM, ms=18)
+    labels = [part["attacker"] for part in parts]
     axes.set(xlabel="μ", yticks=range(len(parts)), yticklabels=labels, ylim=(-1, len(parts)))
-    axes.set_xlim(0, 1.1 * max(claim, *(part["estimate"]["high"] or claim for part in parts)))
+    axes.set_xlim(0, 1.1 * max(claim, *(part["estimate"]["high"] for part in parts)))
     axes.legend(frameon=False)
 
 
@@ -180,8 +167,6 @@ def _number(value: float | None) -> str:
 #: Cards and pictures of every kind of finding.
 _TELLERS: dict[str, Callable[[Part], Told]] = {
     "plan": _plan,
-    "noise": _noise,
-    "draws": _draws,
     "canaries": _canaries,
     "membership": _membership,
     "claim": _claim,
