@@ -90,11 +90,6 @@ def total(costs: Iterable[Cost]) -> Cost:
     return Cost(mu, slack * (1 + 1e-15), pure, all(run.is_exact for run in runs))
 
 
-def counts_twice(neighbours: str, *, under: str) -> bool:
-    """Whether a run for these neighbours costs twice its μ in a budget for those `under` it."""
-    return under == "replace-one" and neighbours != "replace-one"
-
-
 def cost_of(
     statement: PrivacyStatement,
     *,
@@ -109,7 +104,7 @@ def cost_of(
     `plan` and `steps` are needed where the run is sampled; `aside` is what is left of the ε that
     is set aside for runs of pure ε.
     """
-    twice = counts_twice(statement.neighbours, under=neighbours)
+    twice = neighbours == "replace-one" and statement.neighbours != "replace-one"
     cost = _cost(statement, delta, plan, steps, aside / 2 if twice else aside)
     if twice:
         if cost.slack:

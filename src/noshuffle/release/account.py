@@ -129,7 +129,7 @@ def enter(
     if folder is not None and origin is None:
         # Before the charge: a folder whose run the limit refused must not go on without it.
         ledger.bind(ASKED, budget.name)
-    before, notes = uncounted(ancestors, budget.name), ledger.notes("life")
+    before, notes = _uncounted(ancestors, budget.name), ledger.notes("life")
     charge = budget.open(
         "run" if folder is None else f"run {folder.path.name}",
         spent(plan, plan.steps, ancestors=before),
@@ -194,15 +194,15 @@ def leave(
         return
     ledger.check_owner()  # a forked process has a copy of a run that goes on
     facts, rows = ledger.facts(), ledger.released
-    before = uncounted(ancestors, charge.origin)
-    if released and is_in_one_piece(plan, facts):
+    before = _uncounted(ancestors, charge.origin)
+    if released and _is_in_one_piece(plan, facts):
         released = plan.steps
     said = spent(plan, released, ancestors=before).with_assumptions(*void_notes(facts))
     charge.settle(said, plan=None if before else plan, steps=released, rows=rows)
     ledger.note("budget", words=charge.words())
 
 
-def is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
+def _is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
     """Whether a run that has begun is charged for the whole plan, wherever it stopped.
 
     Counts of norms were paid for all steps at once. What sampled steps cost is known for a number
@@ -212,7 +212,7 @@ def is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
     return facts.get("adaptive_clip") in COUNTS or plan.participation.is_sampled
 
 
-def uncounted(ancestors: Sequence[Ancestor], origin: str) -> list[Ancestor]:
+def _uncounted(ancestors: Sequence[Ancestor], origin: str) -> list[Ancestor]:
     """Runs that this one was forked from, as far as they do not draw on the same budget."""
     name = origin.partition("/")[0]
     return [one for one in ancestors if one.budget.partition("/")[0] != name]
