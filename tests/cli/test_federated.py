@@ -137,7 +137,6 @@ def test_a_person_gets_a_table(tmp_path: Path, capsys: pytest.CaptureFixture[str
     shown = capsys.readouterr()
     assert "accuracy on held-out users" in shown.out
     assert "ε by how often a user was asked" in shown.out
-    assert "operator.html\n" in shown.out  # one line, whatever the width of the terminal
     assert "separation 8 (derived)" in " ".join(shown.err.split())
     assert "ε per user ≤" in shown.err
 
@@ -223,8 +222,6 @@ def test_baselines_and_variants_verify(
         "--order chaos",
         "--drop-out 1",
         "--check-in-rate 0",
-        "--engine magic",
-        "--engine flower --drop-out 0.1",
         "--device toaster",
         "--mechanism magic",
         "--config missing.toml",
@@ -243,26 +240,6 @@ def test_bad_input_is_one_line(
     assert captured.err.count("noshuffle:") == 1
     assert captured.err.endswith("\n")
     assert "Traceback" not in captured.err
-
-
-def test_flower_is_asked_for_when_it_is_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    assert main(command(tmp_path / "r", engine="flower")) == 2
-    assert "noshuffle[federated]" in capsys.readouterr().err
-    assert not (tmp_path / "r").exists()
-
-
-@pytest.mark.slow
-def test_flower_runs_the_same_rounds(tmp_path: Path) -> None:
-    """Ray takes half a minute to start; then the bits are those of this process."""
-    pytest.importorskip("ray", reason="needs the extra 'federated'")
-    few = {"rounds": 3, "clients_per_round": 4}
-    assert main(command(tmp_path / "flower", engine="flower", **few)) == 0
-    assert main(command(tmp_path / "here", **few)) == 0
-    assert same(last_model(tmp_path / "flower"), last_model(tmp_path / "here"))
-    assert main(["verify", str(tmp_path / "flower")]) == 4
 
 
 def test_other_folders_are_left_alone(run: Path, capsys: pytest.CaptureFixture[str]) -> None:

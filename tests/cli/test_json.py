@@ -23,7 +23,6 @@ VERDICT = ("answer", "failures", "checked", "unchecked", "released_steps", "epsi
 #: Of every command, in an order in which each finds what it needs: the line, and keys of its JSON.
 LINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sum": ("sum t.csv --columns a --clip 1 --batch 5 --steps 9 --out run", (*STATED, "csv")),
-    "watch": ("watch run", ("run", "step", "steps", "epsilon", "is_done", "norm_histogram")),
     "report": ("report run", ("report",)),
     "verify": ("verify run", VERDICT),
     "audit": ("audit run", ("answer", "parts")),
@@ -52,7 +51,6 @@ LINES: dict[str, tuple[str, tuple[str, ...]]] = {
 #: What is told without --json of work that is done, where the line itself would do it again.
 AGAIN = {
     "sum": "verify run",
-    "watch": "watch run --once",
     "budget": "budget all",
     "train": "train --resume trained",
     "federated": "federated --resume users",

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import os
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import pytest
 
 import noshuffle.federated
 import noshuffle.federated.simulate  # the file; its name must not hide the function
-from noshuffle.errors import Unsupported
 from noshuffle.federated import telemetry
 
 
@@ -33,12 +31,6 @@ def test_switches_are_set_but_not_overruled(monkeypatch: pytest.MonkeyPatch) -> 
     assert os.environ["FLWR_TELEMETRY_ENABLED"] == "1"
     assert os.environ["FLWR_DISABLE_UPDATE_CHECK"] == "1"
     assert os.environ["RAY_USAGE_STATS_ENABLED"] == "0"
-
-
-def test_a_missing_extra_is_told_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(Unsupported, match=r"needs flwr.*pip install 'noshuffle\[federated\]'"):
-        telemetry.need_flower()
 
 
 def test_a_client_does_not_wait_for_the_server_half() -> None:

@@ -19,7 +19,7 @@ from noshuffle.federated.per_user import spending
 from noshuffle.noise import test_source as a_source
 from noshuffle.report import page as whole_page
 from noshuffle.report import read_run, write_report
-from noshuffle.report.federated import cohorts, participations, spending_in
+from noshuffle.report.federated import participations, spending_in
 
 USERS = 12
 
@@ -93,11 +93,6 @@ def test_the_shared_page_has_no_raw_counts(tmp_path: Path) -> None:
     assert "<script" not in page
     assert not re.findall(r"(?:src|href)=[\"']https?:", page)
     assert "NOT PRIVATE" in page  # the noise came from a test seed
-    operator = tmp_path / "a" / "operator.html"
-    assert operator.stat().st_mode & 0o077 == 0
-    text = operator.read_text()
-    assert "do not pass this page on" in text
-    assert "9 (64.3 %)" in text
 
 
 def test_pictures_speak_of_rounds_and_of_federated_averaging(tmp_path: Path) -> None:
@@ -115,16 +110,6 @@ def test_secret_draws_stay_secret(tmp_path: Path) -> None:
     page = write_report(tmp_path / "a").read_text()
     assert "rounds that a user was asked in" not in page
     assert page.count("<svg") == 2
-    assert (tmp_path / "a" / "operator.jsonl").exists()  # as a version before 0.2 left it
-    assert not (tmp_path / "a" / "operator.html").exists()
-
-
-def test_lines_that_are_no_counts_are_passed_over(tmp_path: Path) -> None:
-    a_run(tmp_path / "a").close()
-    with (tmp_path / "a" / "operator.jsonl").open("ab") as file:
-        file.write(b'\n3\nnull\n{"step": "x"}\n{"step": 8, "asked": 6}\n\xff\n')
-    write_report(tmp_path / "a")
-    assert "9 (45.0 %)" in (tmp_path / "a" / "operator.html").read_text()
 
 
 def test_an_adaptive_clip_is_drawn_and_shares_one_epsilon(tmp_path: Path) -> None:
@@ -148,7 +133,6 @@ def test_a_run_without_noise_or_counts_still_has_a_page(tmp_path: Path) -> None:
     )
     page = write_report(tmp_path / "a").read_text()
     assert "∞" in page
-    assert not (tmp_path / "a" / "operator.html").exists()
 
 
 def test_many_counts_become_one_shape(tmp_path: Path) -> None:
@@ -156,7 +140,6 @@ def test_many_counts_become_one_shape(tmp_path: Path) -> None:
 
     many = [Spending(c, 5, 1.0) for c in range(1, 200)]
     assert participations(many, most=300).startswith("<svg")
-    assert cohorts([{"step": 0, "asked": 3, "answered": 0}], planned=3).startswith("<svg")
 
 
 @pytest.mark.parametrize("missing", ["plan.json", "statement.json"])

@@ -143,4 +143,3 @@ def test_a_federated_page_neither(
     assert not (tmp_path / "r" / "baseline.json").exists()
     page = (tmp_path / "r" / "report.html").read_text(encoding="utf8")
     assert "examples of users of digits who took no part, which are public" in page
-    assert (tmp_path / "r" / "operator.html").stat().st_mode & 0o077 == 0

@@ -47,9 +47,6 @@ COMMANDS = {
     ),
     "audit": Listed("audit", "Check a guarantee without the formulas that made it."),
     "report": Listed("evidence", "Draw report.html of a run again from its files."),
-    "watch": Listed(
-        "watch", "Look on while a run goes on: steps, ε, speed, accuracy on held-out data."
-    ),
     "reproduce": Listed(
         "reproduce", "Compute an experiment of the paper, and say which of the paper's claims hold."
     ),

@@ -8,12 +8,10 @@ charge, and goes on (see `federated.rounds`).
 from __future__ import annotations
 
 import json
-import logging
 import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +30,6 @@ from noshuffle.federated.per_user import Spending
 from noshuffle.federated.rounds import RoundReport
 from noshuffle.federated.simulate import RoundProgress, Simulation, evaluate
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.federated.telemetry import need_flower
 from noshuffle.report import write_report
 from noshuffle.rounding import up
 
@@ -122,8 +119,6 @@ def run_job(
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
-    if settings.engine == "flower":
-        need_flower()
     say("fitting the mechanism")
     job, skipped = assemble(settings, path, budget)
     if job.limits is not None:
@@ -187,42 +182,17 @@ def _train(job: Job, watch: Watch | None, is_stopped: Callable[[], bool]) -> Sim
             raise Stopped
 
     job.set_rate()
-    is_flower = settings.engine == "flower"  # whose clients all answer
-    engine: Any = _on_flower if is_flower else partial(simulate, answers=job.answers)
-    options = {
-        "check_ins": job.check_ins,
-        "vectorise": settings.vectorise,
-        "progress": after,
-        "loss_fn": loss_of(job.task),
-    }
-    result: Simulation = engine(job.rounds, job.model, job.task, local=job.local, **options)
-    return result
-
-
-def _on_flower(
-    *parts: Any, progress: Callable[[RoundProgress], None], **options: Any
-) -> Simulation:
-    """The same rounds on Flower's simulation, whose server runs in a thread of its own."""
-    from noshuffle.federated.flower_simulation import run_flower_simulation
-
-    logging.getLogger("flwr").setLevel(logging.ERROR)
-    broken: list[Exception] = []
-
-    def kept(where: RoundProgress) -> None:
-        try:
-            progress(where)
-        except Exception as error:  # Flower would log it and raise one of its own
-            broken.append(error)
-            raise
-
-    try:
-        result = run_flower_simulation(*parts, progress=kept, **options)
-    except Exception:
-        if not broken:
-            raise
-    if broken:
-        raise broken[0]
-    return result
+    return simulate(
+        job.rounds,
+        job.model,
+        job.task,
+        local=job.local,
+        check_ins=job.check_ins,
+        loss_fn=loss_of(job.task),
+        answers=job.answers,
+        vectorise=settings.vectorise,
+        progress=after,
+    )
 
 
 def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -> None:
@@ -275,7 +245,6 @@ def _let_go(job: Job, *, keep_keys: bool) -> None:
 def _baseline(settings: FederatedSettings) -> float:
     """The same users, order, clients and clip norm without noise. Not private, kept nowhere."""
     without: dict[str, Any] = {"epsilon": None, "noise_multiplier": 0.0, "test_seed": None}
-    without["engine"] = "process"
     if not settings.amplified:
         without["mechanism"] = "identity"
     job, _ = assemble(replace(settings, **without), None)

@@ -123,10 +123,6 @@ class FederatedSettings(RunSettings):
         None, "examples of a client's step (all, if the task names none)", check=whole
     )
     proximal: float = clients(0.0, "μ of FedProx", check=non_negative)
-    engine: str = how(
-        "process", "process (in this one), or flower (its simulation)",
-        check=partial(one_of, ("process", "flower")),
-    )  # fmt: skip
     vectorise: bool | None = how(None, "train clients together (default: where quicker)")
     seed: int = how(
         0, "seed of initial weights and check-ins (public)", check=partial(whole, at_least=0)
@@ -165,8 +161,6 @@ class FederatedSettings(RunSettings):
             raise InvalidInput("server_momentum must lie in [0, 1) and cooldown in [0, 1]")
         if self.drop_out >= 1 or self.check_in_rate > 1:
             raise InvalidInput("drop_out must lie in [0, 1) and check_in_rate in (0, 1]")
-        if self.engine == "flower" and self.drop_out:
-            raise InvalidInput("engine flower waits for all clients; leave out drop_out")
         clip_of(self.clip)
         if self.order == "year" and self.task != "drama" and not self.is_own:
             raise InvalidInput(f"order year needs a task with years (drama), got {self.task!r}")

@@ -166,8 +166,6 @@ def run_and_tell(
     out.print(table)
     result.tell(out)
     print(f"report: {path / 'report.html'}")  # one line each, to be copied
-    if (path / "operator.html").is_file():
-        print(f"raw counts, for you alone: {path / 'operator.html'}")
     print(f"check the evidence: noshuffle verify {quoted(path)}")
     return result.exit_code
 

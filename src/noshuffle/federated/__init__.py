@@ -7,8 +7,7 @@ rounds      the protocol, crash-safe              per_user    ε of one user
 simulate    all of it in one process              tasks       data by user
 stackoverflow, word_models   the published files   timer       a device that limits itself
 recurrent   LSTM layers that can be stacked
-flower      the same rounds on Flower             flower_client, flower_identity, flower_replies,
-            flower_simulation
+flower      the same rounds on Flower             flower_client, flower_identity, flower_replies
 
 Names are imported when they are first used: a client that only clips, and may be started anew for
 every message, does not wait for the mathematics of the server.

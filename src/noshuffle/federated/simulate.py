@@ -68,9 +68,6 @@ class RoundProgress:
     seconds: float
 
 
-Progress = RoundProgress  # its name in 0.1
-
-
 @dataclass(frozen=True)
 class Simulation:
     parameters: dict[str, Tensor]
@@ -84,36 +81,6 @@ class Simulation:
     def rounds_per_second(self) -> float:
         """Of the rounds that this call has run; what `noshuffle federated` prints."""
         return self.rounds / self.seconds if self.seconds else 0.0
-
-
-class Course:
-    """A simulation on its way: up to which round, who is told of each, what it ends with."""
-
-    def __init__(
-        self, rounds: Rounds, *, until: int | None, progress: Callable[[RoundProgress], None] | None
-    ) -> None:
-        self.server = rounds.server
-        self.last = self.server.plan.steps if until is None else until
-        whole(at_least=0, at_most=self.server.plan.steps, until=self.last)
-        self._progress = progress
-        self._first, self._begin = self.server.round, time.perf_counter()
-        self.server.user_identity = SIMULATED
-
-    def tell(self, report: RoundReport) -> None:
-        if self._progress is not None:
-            epsilon, seconds = self.server.statement().epsilon, time.perf_counter() - self._begin
-            self._progress(RoundProgress(self.server.round, self.last, report, epsilon, seconds))
-
-    def result(self) -> Simulation:
-        server = self.server
-        return Simulation(
-            parameters=server.parameters(),
-            rounds=server.round - self._first,
-            is_complete=server.round >= self.last,
-            seconds=time.perf_counter() - self._begin,
-            statement=server.statement(),
-            users=spending(server),
-        )
 
 
 def in_random_order(users: Sequence[UserId], *, seed: int) -> CheckIns:
@@ -175,11 +142,15 @@ def simulate(
     for name, told in (("answers", answers), ("progress", progress)):
         if told is not None:
             callables(**{name: told})
-    course, server = Course(rounds, until=until, progress=progress), rounds.server
+    server = rounds.server
+    last = server.plan.steps if until is None else until
+    whole(at_least=0, at_most=server.plan.steps, until=last)
+    server.user_identity = SIMULATED
+    first, begin = server.round, time.perf_counter()
     is_together = takes_together(model, device=server.device, vectorise=vectorise)
     train = partial(_together, unrolled(model), at_once) if is_together else partial(_alone, model)
     is_warned = False
-    while server.round < course.last:
+    while server.round < last:
         invitation = rounds.begin(check_ins(server.round))
         if invitation is None:
             break
@@ -191,8 +162,18 @@ def simulate(
                     warn_user(_NOTHING.format(user=user, step=invitation.step), ProbablyNotMeant)
                     is_warned = True
                 rounds.receive(user, sent.values, norm=sent.norm, step=invitation.step)
-        course.tell(rounds.finish())
-    return course.result()
+        report = rounds.finish()
+        if progress is not None:
+            epsilon, seconds = server.statement().epsilon, time.perf_counter() - begin
+            progress(RoundProgress(server.round, last, report, epsilon, seconds))
+    return Simulation(
+        parameters=server.parameters(),
+        rounds=server.round - first,
+        is_complete=server.round >= last,
+        seconds=time.perf_counter() - begin,
+        statement=server.statement(),
+        users=spending(server),
+    )
 
 
 Deltas = Iterator[tuple[UserId, dict[str, Tensor]]]

@@ -1,4 +1,4 @@
-"""Nothing that runs private training reports home; and a clear word when Flower is not installed.
+"""Nothing that runs private training reports home.
 
 Importing `noshuffle.federated` switches off these reports in this process, unless the environment
 says otherwise. Processes that Flower starts by itself need the same variables set where they are
@@ -10,10 +10,7 @@ started (see docs/federated.md).
 
 from __future__ import annotations
 
-import importlib.util
 import os
-
-from noshuffle.errors import Unsupported
 
 SWITCHES = {
     "FLWR_TELEMETRY_ENABLED": "0",
@@ -26,12 +23,3 @@ def switch_off() -> None:
     """Set what is not set. Flower reads its own when it is first imported."""
     for name, value in SWITCHES.items():
         os.environ.setdefault(name, value)
-
-
-def need_flower() -> None:
-    """One clear line where the optional dependency is missing."""
-    for module in ("flwr", "ray"):
-        if importlib.util.find_spec(module) is None:
-            raise Unsupported(
-                f"this needs {module}, which is not installed; pip install 'noshuffle[federated]'"
-            )

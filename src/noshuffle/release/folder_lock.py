@@ -16,8 +16,6 @@ True
 from __future__ import annotations
 
 import os
-import struct
-import sys
 import weakref
 from pathlib import Path
 
@@ -29,9 +27,6 @@ try:
     HAS_LOCKS = True
 except ImportError:  # not on this system
     HAS_LOCKS = False
-
-#: struct flock of Linux: type, whence, start, length, process.
-_FLOCK = "hhqqi"
 
 
 class FolderLock:
@@ -76,22 +71,6 @@ def take(folder: Path) -> FolderLock | None:
     os.pwrite(file, str(os.getpid()).encode(), 0)
     _LOCKS[_file_of(os.fstat(file))] = lock = FolderLock(file)
     return lock
-
-
-def is_locked(folder: Path) -> bool | None:
-    """Whether some process has the folder now; None where that cannot be asked. Takes nothing."""
-    path = folder / ".lock"
-    if not HAS_LOCKS or sys.platform != "linux" or not path.exists():
-        return None
-    if _file_of(os.stat(path)) in _LOCKS:  # to open and close it here would end the lock
-        return True
-    try:
-        with path.open("rb") as file:
-            asked = struct.pack(_FLOCK, fcntl.F_RDLCK, os.SEEK_SET, 0, 0, 0)
-            found = fcntl.fcntl(file, fcntl.F_GETLK, asked)
-    except OSError:
-        return None
-    return bool(struct.unpack(_FLOCK, found)[0] != fcntl.F_UNLCK)
 
 
 def _is_at(path: Path, file: int) -> bool:

@@ -1,26 +1,22 @@
-"""What is told of a federated run: figures for everybody, and a page for the operator alone.
+"""What is told of a federated run: figures that everybody may see.
 
 report.html keeps to released values (models, noisy counts), to the plan, and to who was asked how
 often, which neighbours under zero-out leave as it is. How many answered, or sent NaN, depends on
-the users in ways that ε does not cover: those counts are in operator.html, mode 0600.
+the users in ways that ε does not cover: those counts are in operator.jsonl, mode 0600.
 """
 
 from __future__ import annotations
 
-import json
 import math
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing, suppress
-from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from contextlib import closing
+from typing import TYPE_CHECKING
 
 from noshuffle.federated.per_user import Spending, epsilon_of
-from noshuffle.release.files import write_bytes
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.report import plots
-from noshuffle.report.page_parts import document, pictures, table, warning
-from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg
+from noshuffle.report.plots import ACCENT, WARM, as_svg
 from noshuffle.report.run import RunRecord
 from noshuffle.rounding import up
 
@@ -29,9 +25,6 @@ if TYPE_CHECKING:
 
 #: More distinct counts than this are drawn as a filled line.
 _MOST_BARS = 60
-OPERATOR_PAGE = "operator.html"
-#: What is counted in a round, for the operator alone.
-_COUNTS = ("asked", "answered", "nonfinite", "refused")
 
 
 def lead(run: RunRecord) -> str:
@@ -130,51 +123,6 @@ def _stated(run: RunRecord) -> float:
     return math.inf if epsilon is None else float(epsilon)
 
 
-def write_operator_page(run: RunRecord) -> str:
-    """operator.html beside the report, readable by the owner only; not without raw counts. Its
-    name, or nothing.
-
-    None where cohorts were sampled either, though folders of before 0.2 have the counts: how many a
-    secret draw took is secret, and the digest of the page, from which it can be guessed, would
-    become part of the ledger.
-    """
-    rows = _raw_counts(run.path / "operator.jsonl")
-    if not rows or run.plan.participation.is_sampled:
-        return ""
-    asked, answered, nonfinite, refused = (sum(row[name] for row in rows) for name in _COUNTS)
-    planned = int(run.config.get("clients_per_round", max(row["asked"] for row in rows)))
-    cells = (
-        ("rounds", f"{len(rows):,}"),
-        ("invitations", f"{asked:,}"),
-        ("answers", f"{answered:,} ({100 * answered / max(1, asked):.1f} %)"),
-        ("answers with NaN or infinity", f"{nonfinite:,}"),
-        ("replies refused", f"{refused:,}"),
-    )
-    caption = "Users who were asked, and answers that came, a round."
-    page = document(
-        f"noshuffle run {run.name}: for the operator",
-        warning(
-            "Raw counts. They depend on the users in ways that the stated ε does not cover: do not "
-            "pass this page on."
-        )
-        + table(cells)
-        + f"<h2>Cohorts</h2>{pictures([(cohorts(rows, planned=planned), caption)])}",
-    )
-    write_bytes(run.path / OPERATOR_PAGE, page.encode(), mode=0o600)
-    return OPERATOR_PAGE
-
-
-def _raw_counts(path: Path) -> list[dict[str, int]]:
-    """A row a round; lines that a crash cut short, or somebody edited, are passed over."""
-    rows = []
-    text = path.read_text(encoding="utf8", errors="replace") if path.is_file() else ""
-    for line in text.splitlines():
-        with suppress(ValueError, TypeError, AttributeError):
-            found = json.loads(line)
-            rows.append({name: int(found.get(name, 0)) for name in ("step", *_COUNTS)})
-    return sorted(rows, key=lambda row: row["step"])
-
-
 @as_svg
 def participations(axes: Axes, users: Sequence[Spending], *, most: int) -> None:
     """Bars: users by how often they were asked, beside the limit."""
@@ -216,16 +164,4 @@ def _epsilon_by_times(
     axes.set(xlabel="rounds that a user was asked in", ylabel=f"ε (δ = {up(delta)})")
     axes.set(ylim=(0, 1.18 * stated), xlim=(0, 1.06 * max(times)))
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
-    axes.legend(frameon=False, loc="lower right")
-
-
-@as_svg
-def cohorts(axes: Axes, rows: Sequence[dict[str, Any]], *, planned: int) -> None:
-    """Users asked and answers that came, beside the planned number. Raw counts."""
-    axes.figure.set(figwidth=9.0)
-    axes.axhline(planned, color=MUTED, ls="--", label=f"planned: {planned}")
-    rounds = [row["step"] + 1 for row in rows]  # from one on, as everywhere that is read
-    for name, colour, width in (("asked", ACCENT, 2.6), ("answered", WARM, 1.2)):
-        axes.plot(rounds, [row[name] for row in rows], color=colour, lw=width, label=name)
-    axes.set(xlabel="round", ylabel="users", ylim=(0, None))
     axes.legend(frameon=False, loc="lower right")

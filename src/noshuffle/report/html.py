@@ -59,11 +59,8 @@ def _teller(run: RunRecord) -> Teller:
 def write_report(path: Path) -> Path:
     """Draw the report of the run in that folder; the page replaces the old one in one move, and
     the ledger is told, as a seal vouches for no file that it does not know of."""
-    run, names = read_run(path), ["report.html"]
-    write_bytes(path / "report.html", page(run).encode())
-    if run.config.get("kind") == "federated":
-        names.append(federated.write_operator_page(run))
-    note_pages(RunFolder(path), *names)
+    write_bytes(path / "report.html", page(read_run(path)).encode())
+    note_pages(RunFolder(path), "report.html")
     return path / "report.html"
 
 

@@ -40,13 +40,12 @@ figure,.card,tr,li{break-inside:avoid}h2{break-after:avoid}}
 """
 
 
-def document(title: str, body: str, head: str = "") -> str:
+def document(title: str, body: str) -> str:
     """A whole page that asks for nothing else."""
     return (
         "<!doctype html><html lang='en'><head><meta charset='utf-8'>"
         "<meta name='viewport' content='width=device-width'>"
         "<meta name='color-scheme' content='light dark'>"
-        f"{head}"
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>"
         f"<h1>{escape(title)}</h1>{body}</body></html>\n"
     )

@@ -24,7 +24,6 @@ from noshuffle.errors import NoshuffleError
 from noshuffle.participation import Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
-from noshuffle.report.glyphs import every_glyph
 from noshuffle.rounding import up
 from noshuffle.strategies import Strategy, error, identity, sensitivity
 from noshuffle.strategies.fit import fit
@@ -69,9 +68,7 @@ def save_picture(draw: Callable[[Axes], None], file: Path | io.StringIO, **form:
         axes.grid(alpha=0.25)
         axes.set_axisbelow(True)  # else the grid lies over bars
         draw(axes)
-        is_svg = form.get("format") == "svg" or str(file).endswith(".svg")
-        with every_glyph(figure, is_svg=is_svg):
-            figure.savefig(file, **form)
+        figure.savefig(file, **form)
 
 
 def spread(last: int, *, most: int) -> list[int]:
