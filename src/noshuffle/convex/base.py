@@ -173,7 +173,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
                 if column := _column_of_no_numbers(X):
                     raise InvalidInput(
                         f"X must hold numbers, got column {column}; make numbers of it (text: "
-                        "PrivateOneHot in a ColumnTransformer), or leave it out"
+                        "OneHotEncoder with categories that are given), or leave it out"
                     ) from None
                 raise
             raise InvalidInput(
