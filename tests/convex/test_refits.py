@@ -27,8 +27,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"solver": "objective", "feature_bound": 1.0},
     {"class_weight": {1: 3.0}, "missing": "skip"},
     {"classes": [0, 1, 2], "rows_per_unit": 2},
-    {"solver": "sums", "inference": True},
-    {"inference": True, "epsilon": 20.0},
+    {"solver": "sums"},
+    {"epsilon": 20.0},
     {"release_score": True, "horizon": 500},
     {"test_seed": None, "epsilon": math.inf},
 ]
@@ -154,7 +154,7 @@ def test_a_refused_weight_does_not_count_in_later_calls() -> None:
 def test_settings_that_a_stream_was_made_with_stay(tmp_path: Path) -> None:
     """Its statement would speak of others, and `load` would make another stream of them."""
     model = stream(batch_size=10).partial_fit(X[:50], Y[:50], ids=range(50))
-    changed = {"rows_per_unit": 3, "bounds": None, "inference": True, "epsilon": 8.0}
+    changed = {"rows_per_unit": 3, "bounds": None, "epsilon": 8.0}
     for name, value in changed.items():
         before = model.privacy_
         kept = getattr(model, name)

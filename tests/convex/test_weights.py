@@ -244,7 +244,7 @@ def test_users_with_several_rows(tmp_path: Path) -> None:
         model.fit(x, y)
     with pytest.raises(ParticipationViolation, match="twice"):
         PrivateLogisticRegression(**made).fit(x, y, ids=ids)
-    for more in ({"solver": "ftrl"}, {"solver": "objective"}, {"inference": True}):
+    for more in ({"solver": "ftrl"}, {"solver": "objective"}):
         with pytest.raises(Unsupported, match="rows_per_unit"):
             PrivateLogisticRegression(rows_per_unit=3, **more, **made).fit(x, y, ids=ids)
     with pytest.raises(Unsupported, match="rows_per_unit"):
