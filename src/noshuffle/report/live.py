@@ -57,8 +57,6 @@ class RunSnapshot:
     norm_histogram: NormHistogram | None = None
     #: Whether a process has the folder; None where that cannot be asked.
     has_process: bool | None = None
-    #: What was chosen from the same rows before the run, which its ε does not count.
-    before: tuple[str, ...] = ()
 
     @property
     def is_done(self) -> bool:
@@ -104,7 +102,6 @@ def snapshot(path: Path) -> RunSnapshot:
         accuracy=tuple((int(row["step"]), float(row["test_accuracy"])) for row in scored),
         norm_histogram=run.norm_histogram,
         has_process=is_locked(path),
-        before=run.before,
     )
 
 
@@ -163,8 +160,6 @@ def status_lines(now: RunSnapshot, *, width: int) -> list[str]:
         lines.append(f"ε {spent} of {planned} (δ = {up(now.delta)}) per {now.unit}")
     else:
         lines.append("NOT PRIVATE: no ε holds")
-    if now.before and now.is_private:
-        lines.append("and what came before it, not counted")
     if now.stands_still:
         lines += _still_lines(now)
     elif not now.is_done:
