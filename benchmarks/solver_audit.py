@@ -43,7 +43,6 @@ from noshuffle.auditing.claim import fisher_direction
 from noshuffle.auditing.emitted import Array, Coins
 from noshuffle.convex import losses, solvers
 from noshuffle.convex.solvers.domains import Ball, Domain, Everywhere, L1Ball, LpBall
-from noshuffle.convex.solvers.updates import Sgd
 from noshuffle.optim.norms import Decomposition, Groups, Norm, SingularValues
 
 EPSILON, DELTA = 2.0, 0.01
@@ -275,9 +274,9 @@ _FW: dict[str, Any] = {"steps": 3, "rate": 0.3, "domain": Ball(1.0)}
 SOLVER_CASES: dict[str, SolverCase] = {
     "ftrl": _coordinates(solvers.ftrl, times=3, size="batch_size", **_PATH),
     "ftrl_ls": SolverCase(_repeated(_least_squares, 40), 80_000),
-    "dp_gd": _coordinates(solvers.dp_gd, times=1, steps=8, rule=Sgd(1.0), output="last"),
+    "dp_gd": _coordinates(solvers.dp_gd, times=1, steps=8, learning_rate=1.0, output="last"),
     "dp_sgd": _coordinates(
-        solvers.dp_sgd, times=1, rate=0.5, steps=8, rule=Sgd(1.0), output="last"
+        solvers.dp_sgd, times=1, rate=0.5, steps=8, learning_rate=1.0, output="last"
     ),
     "dp_svrg": _coordinates(solvers.dp_svrg, times=1, epochs=1, steps=1, rate=1e-3),
     "accelerated_srgd": _coordinates(

@@ -74,9 +74,6 @@ def test_scikit_learn_contract(model: Any, own_temporary_files: None) -> None:
 #: hundred targets outside the default target_bounds teach these regressions nothing.
 AT_DEFAULTS = {**WAIVED, "check_fit_score_takes_y": "partial_fit after fit of a table is refused"}
 UNBOUNDED = {**AT_DEFAULTS, "check_regressors_train": "targets lie outside the default bounds"}
-FEW_ROWS = dict.fromkeys(
-    ("check_classifiers_train", "check_regressors_train"), "at ε = 1 trees need more rows"
-)
 
 
 @pytest.mark.slow
@@ -84,7 +81,7 @@ FEW_ROWS = dict.fromkeys(
 @pytest.mark.filterwarnings("ignore")
 def test_scikit_learn_contract_at_defaults(name: str, own_temporary_files: None) -> None:
     is_bounded = name in ("PrivateQuantileRegressor", "PrivatePoissonRegressor") or "Gamma" in name
-    expected = UNBOUNDED if is_bounded else FEW_ROWS if "Trees" in name else AT_DEFAULTS
+    expected = UNBOUNDED if is_bounded else AT_DEFAULTS
     results = check_estimator(
         getattr(convex, name)(test_seed=0),
         expected_failed_checks=expected,

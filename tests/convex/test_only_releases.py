@@ -24,7 +24,7 @@ WEIGHTED: list[dict[str, Any]] = [
     {"class_weight": {0: 3.0}, "max_weight": 2.5, "missing": "skip"},
     {"max_weight": 2.5, "rows_per_unit": 3, "bounds": "private"},
     {"class_weight": "balanced", "rows_per_unit": 3, "fit_intercept": False},
-    {"inference": True, "max_weight": 2.5, "penalty": "l2", "epsilon": math.inf},
+    {"max_weight": 2.5, "penalty": "l2", "epsilon": math.inf},
     {"solver": "ftrl", "penalty": "l1", "batch_size": 7, "passes": 2, "class_weight": {1: 4.0}},
     {"solver": "ftrl", "constraint": "l1_ball", "release_score": True, "fit_intercept": False},
     {"solver": "sums", "max_weight": 2.5, "missing": "skip"},
@@ -35,7 +35,7 @@ PLAIN: list[dict[str, Any]] = [
     {"bounds": [(-1, 2), (0, 1), (-3, 3)], "missing": "skip", "epsilon": 0.3},
     {"feature_bound": 2.0, "clip_norm": 0.3, "epsilon": math.inf},
 ]
-KINDS = [name for name in sorted(convex.__all__) if name != "PrivateOneHot"]
+KINDS = sorted(convex.__all__)
 
 
 class Outside:
@@ -71,7 +71,7 @@ class Outside:
 
 
 def learned(model: Any) -> dict[str, str]:
-    hidden = ("_stream", "_progress", "_finished", "_said", "_turn", "_ranges", "_trees")
+    hidden = ("_stream", "_progress", "_finished", "_said", "_turn", "_ranges")
     with np.printoptions(threshold=10**6, precision=17):
         return {n: repr(v) for n, v in vars(model).items() if not n.startswith(hidden)}
 
@@ -92,13 +92,11 @@ def test_a_unit_moves_each_release_by_its_clip_norm_and_nothing_else(kind: str) 
     rng, known = np.random.default_rng(KINDS.index(kind)), getattr(convex, kind)().get_params()
     is_classifier, tried, most = "classes" in known, 0, 0.0
     for index, settings in enumerate([*PLAIN, *(WEIGHTED if "max_weight" in known else ())]):
-        classes = 2 + index % 2 if is_classifier and not settings.get("inference") else 2
+        classes = 2 + index % 2 if is_classifier else 2
         made = {"epsilon": 2.0, "bounds": (-1, 1), **settings, "classes": list(range(classes))}
-        made |= {"target_bounds": (0.01, 2.0), "test_seed": 0, "n_estimators": 9}
+        made |= {"target_bounds": (0.01, 2.0), "test_seed": 0}
         if settings.get("solver") == "sums" and kind != "PrivateLinearRegression":
             continue
-        if kind in ("PrivateQuantileRegressor", "PrivateGammaRegressor"):
-            made["inference"] = False  # they have no intervals
         made = {name: value for name, value in made.items() if name in known}
         ids = np.arange(ROWS) // 3 if "rows_per_unit" in made else np.arange(ROWS)
         unit = np.flatnonzero(ids == ids[rng.integers(ROWS)])

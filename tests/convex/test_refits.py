@@ -27,8 +27,8 @@ SETTINGS: list[dict[str, Any]] = [
     {"solver": "objective", "feature_bound": 1.0},
     {"class_weight": {1: 3.0}, "missing": "skip"},
     {"classes": [0, 1, 2], "rows_per_unit": 2},
-    {"solver": "sums", "inference": True},
-    {"inference": True, "epsilon": 20.0},
+    {"solver": "sums"},
+    {"epsilon": 20.0},
     {"release_score": True, "horizon": 500},
     {"test_seed": None, "epsilon": math.inf},
 ]
@@ -38,13 +38,11 @@ def made(kind: str, **settings: Any) -> Any:
     """An estimator with those of the settings that it has."""
     model = getattr(convex, kind)(test_seed=1)
     known = {name: v for name, v in settings.items() if name in model.get_params()}
-    one_hot = {"categories": "private"} if kind == "PrivateOneHot" else {}
-    return model.set_params(**known, **one_hot)
+    return model.set_params(**known)
 
 
 def table_for(kind: str, rows: int = 400) -> tuple[Any, Any]:
-    x = X[:rows].round() if kind == "PrivateOneHot" else X[:rows]
-    return x, Y[:rows] + (kind in ("PrivateGammaRegressor",))
+    return X[:rows], Y[:rows] + (kind in ("PrivateGammaRegressor",))
 
 
 def fitted(model: Any, x: Any, y: Any) -> Any:
@@ -107,19 +105,14 @@ def test_a_fit_that_does_not_end_leaves_the_model_as_it_was(kind: str) -> None:
     if "max_weight" in model.get_params():
         bad += [(wide, y, {"sample_weight": w, "ids": [1] * 400}) for w in (y * 37.0, 5 * x[:, 0])]
     for rows, targets, more in bad:
-        if kind == "PrivateOneHot" and (rows is gaps or "ids" in more):
-            continue  # it has neither gaps nor rows of units
         with pytest.raises((ValueError, ParticipationViolation)):
             model.fit(rows, targets, **more)
         assert same(before, model)
     for place in (
         "noshuffle.convex.stream.LearningStream._release",
         "noshuffle.convex.stream.LearningStream.close",
-        "noshuffle.noise.laws.KeyedDraws.release",
     ):
         with mock.patch(place, side_effect=KeyboardInterrupt):
-            if (kind == "PrivateOneHot") == ("LearningStream" in place):
-                continue
             with pytest.raises(KeyboardInterrupt):
                 model.fit(wide, y)
             assert same(before, model)
@@ -161,7 +154,7 @@ def test_a_refused_weight_does_not_count_in_later_calls() -> None:
 def test_settings_that_a_stream_was_made_with_stay(tmp_path: Path) -> None:
     """Its statement would speak of others, and `load` would make another stream of them."""
     model = stream(batch_size=10).partial_fit(X[:50], Y[:50], ids=range(50))
-    changed = {"rows_per_unit": 3, "bounds": None, "inference": True, "epsilon": 8.0}
+    changed = {"rows_per_unit": 3, "bounds": None, "epsilon": 8.0}
     for name, value in changed.items():
         before = model.privacy_
         kept = getattr(model, name)

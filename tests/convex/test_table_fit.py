@@ -19,7 +19,6 @@ from noshuffle.convex import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivateSVC,
-    PrivateTreesRegressor,
 )
 from noshuffle.convex.given_bounds import NoBounds
 from noshuffle.convex.gradient_rule import GradientRule
@@ -306,21 +305,16 @@ def test_a_regression_without_bounds_of_its_targets_is_warned_of(is_cloned: bool
     assert any(s.startswith("bounds and target_bounds were") for s in model.privacy_.assumptions)
 
 
-@pytest.mark.parametrize("kind", ["trees", "stream"])
-def test_so_are_trees_and_streams(kind: str) -> None:
+def test_so_are_streams() -> None:
     x = np.random.default_rng(2).normal(size=(40, 2))
     for limits in (None, (90.0, 110.0)):
         given: dict[str, Any] = {} if limits is None else {"target_bounds": limits}
         with warnings.catch_warnings(record=True) as told:
             warnings.simplefilter("always", NoBounds)
-            if kind == "trees":
-                trees = PrivateTreesRegressor(bounds=(-4, 4), n_estimators=2, **given)
-                said = trees.fit(x, 100 + x[:, 0]).privacy_.assumptions
-            else:
-                line = PrivateLinearRegression(bounds=(-4, 4), solver="ftrl", **given)
-                for rows in (slice(0, 20), slice(20, 40)):
-                    line.partial_fit(x[rows], 100 + x[rows, 0])
-                said = line.privacy_.assumptions
+            line = PrivateLinearRegression(bounds=(-4, 4), solver="ftrl", **given)
+            for rows in (slice(0, 20), slice(20, 40)):
+                line.partial_fit(x[rows], 100 + x[rows, 0])
+            said = line.privacy_.assumptions
         own = [one for one in told if "target_bounds is (-1.0, 1.0)" in str(one.message)]
         assert len(own) == (limits is None)
         assert any(s.endswith("target_bounds is (-1.0, 1.0), its default.") for s in said) == (

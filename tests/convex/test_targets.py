@@ -26,7 +26,6 @@ ASKED = {"bounds": (0, 1), "target_bounds": (0.1, 1.0), "test_seed": 0}
         ("PrivateQuantileRegressor", {}),
         ("PrivatePoissonRegressor", {}),
         ("PrivateGammaRegressor", {}),
-        ("PrivateTreesRegressor", {}),
     ],
 )
 def test_one_missing_target_among_objects_is_refused(
@@ -77,8 +76,3 @@ def test_bounds_that_are_no_numbers_are_told_back() -> None:
 def test_classes_are_a_list(classes: Any) -> None:
     with pytest.raises(InvalidInput, match=r"^classes must be a list"):
         convex.PrivateLogisticRegression(bounds=(0, 1), classes=classes).fit(X, X[:, 0] > 0.5)
-
-
-def test_categories_are_lists() -> None:
-    with pytest.raises(InvalidInput, match=r"^categories must be"):
-        convex.PrivateOneHot(categories=3).fit(np.array([["Oslo"], ["Rome"]], dtype=object))

@@ -28,7 +28,7 @@ QUICK = {
 
 def test_every_solver_is_attacked() -> None:
     tried = {name.partition(",")[0] for name in SOLVER_CASES}
-    assert set(solvers.__all__) - tried == {"Solution", "best"}
+    assert set(solvers.__all__) - tried == {"Solution"}
 
 
 @pytest.mark.parametrize("name", QUICK)

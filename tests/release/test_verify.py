@@ -37,7 +37,6 @@ from noshuffle.release.private_sum import PrivateSum
 from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.seal import seal
 from noshuffle.release.verdict import UNSIGNED
-from noshuffle.report import read_run
 from noshuffle.statement import of_stops
 from noshuffle.strategies import identity, tree
 from noshuffle.training import fit_model, in_order, privatize, verify
@@ -572,32 +571,6 @@ def test_a_run_whose_ledger_was_edited_is_not_forked(tmp_path, change):
         fork(path, tmp_path / "child")
     assert not (tmp_path / "child").exists()
     fork(kept, tmp_path / "child")
-
-
-def test_what_came_before_a_run_is_said_of_its_forks(tmp_path):
-    """Categories that `fit` chose from the same rows were no part of the fork's statement."""
-    plan = Plan(participation=SinglePass(steps=4), strategy=tree(), noise_multiplier=2.0)
-    said = "Before this run, categories were chosen from the same rows."
-
-    def released(run, before=()):
-        sums = PrivateSum(plan, clip=1.0, shape=(), run=run)
-        if before:
-            RunFolder.of(run).write_config({"before": list(before)})
-        sums.add([1.0], ids=[0])
-        sums.save()
-        sums.close()
-
-    released(tmp_path / "parent", [said])
-    child = fork(tmp_path / "parent", tmp_path / "child")
-    released(child)
-    grandchild = fork(child, tmp_path / "grandchild")
-    released(grandchild)
-    for run in (child, grandchild):
-        statement = json.loads(run.statement_file.read_text())
-        assert statement["assumptions"].count(f"Of an earlier run: {said}") == 1
-        found = verify(run.path)
-        assert (found.answer, found.unchecked.count(said)) == ("CONSISTENT", 1)
-        assert read_run(run.path).before == (said,)
 
 
 @pytest.mark.parametrize("is_sealed", [False, True])

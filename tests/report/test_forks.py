@@ -1,9 +1,8 @@
-"""Pages of forks, and of runs with something before them, count all that is seen."""
+"""Pages of forks count all that is seen."""
 
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -12,7 +11,6 @@ import numpy as np
 import pytest
 
 import noshuffle as ns
-from noshuffle.cli import main
 from noshuffle.release.opening import fork
 from noshuffle.report import federated, page, plots, read_run
 
@@ -87,24 +85,3 @@ def test_no_curve_of_its_plan_bounds_a_federated_fork(tmp_path: Path, drawn: Dra
     assert not any("No user's ε exceeds" in one or "ε of their own" in one for one in told)
     alone = [caption for _, caption in federated.figures(replace(run, ancestors=()))]
     assert any("No user's ε exceeds" in one for one in alone)
-
-
-def test_a_page_counts_what_was_chosen_before_the_run(tmp_path: Path) -> None:
-    """Categories are seen in the model: its odds are those of both together."""
-    table, path = tmp_path / "table.csv", tmp_path / "run"
-    rows = (f"{'RO'[i % 2]},{i % 7},{i % 2}" for i in range(400))
-    table.write_text("\n".join(["city,size,y", *rows]))
-    line = f"fit {table} --target y --classes 0,1 --bounds 0,7 --categories private --epsilon 1"
-    assert main([*line.split(), "--out", str(path)]) == 0
-    run = read_run(path)
-    assert run.statement["epsilon"] < 1 == run.seen[0]  # type: ignore[index]
-    text = page(run)
-    assert "<b>1</b><span>ε with what came before this run</span>" in text
-    assert "at most a factor of 2.8 " in text
-    found = re.search(r"finds at most ([0-9.]+) %", text)
-    assert found is not None
-    assert float(found[1]) == 2.8
-    old = replace(run, config={k: v for k, v in run.config.items() if k != "together"})
-    assert "changes the odds" not in page(
-        old
-    )  # of folders of before all that is known is a sentence

@@ -55,7 +55,7 @@ def audit_run(path: Path, *, most_steps: int | None = None) -> list[Finding]:
     if earlier:
         runs = f"{earlier} earlier run{'' if earlier == 1 else 's'}"
         unseen.append(f"{runs}, which the statement of this fork counts")
-    unseen += [*folder.before(), *voids(said.get("assumptions", ()))]
+    unseen += voids(said.get("assumptions", ()))
     found: list[Finding] = [replace(own, left_out="; ".join(unseen))]
     saved = checkpoint.saved(folder.checkpoints)
     if saved and config.get("data") in NAMES and isinstance(config.get("model"), str):

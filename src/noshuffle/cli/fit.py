@@ -8,14 +8,12 @@ from pathlib import Path
 from typing import Any
 
 from noshuffle.cli.budget import opened
-from noshuffle.cli.categories import CategoryChoice
-from noshuffle.cli.fit_settings import ESTIMATORS, FitSettings, estimator_settings
+from noshuffle.cli.fit_settings import ESTIMATORS, FitSettings, categories_of, estimator_settings
 from noshuffle.cli.from_record import takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.run_home import check_new_folder, dated
 from noshuffle.cli.words import quoted, say
 from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.rounding import up
 
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
@@ -38,8 +36,7 @@ def fit(asked: FitSettings, output: Output) -> None:
 
     path = asked.out or dated(asked.file.stem)
     check_new_folder(path, resumes=False)
-    choice = CategoryChoice(asked)
-    table = _table(asked, choice)
+    table = _table(asked)
     if not asked.bounds and not table.indicators.issuperset(table.columns):
         print(
             "noshuffle: warning: without --bounds numbers are learned from as they are, so that "
@@ -48,7 +45,7 @@ def fit(asked: FitSettings, output: Output) -> None:
             "0,100 or --bounds age=0,120, or --bounds private to have them found within ε",
             file=sys.stderr,
         )
-    settings = estimator_settings(asked, table) | {"epsilon": choice.epsilon_left}
+    settings = estimator_settings(asked, table)
     kept = {name: value for name, value in settings.items() if value is not None}
     model = getattr(convex, ESTIMATORS[asked.task])(
         **kept, budget=opened(asked.budget), verbose=sys.stderr.isatty()
@@ -68,12 +65,10 @@ def fit(asked: FitSettings, output: Output) -> None:
         "rows": len(table.y),
         "score": _scored(model),
     }
-    if choice.words():  # ε of all that is seen; the run's own is what the choice has left
-        how["together"] = {"epsilon": asked.epsilon, "delta": asked.delta}
-    statement = _write_results(RunFolder(path), model, table, how, choice.words())
+    statement = _write_results(RunFolder(path), model, table, how)
     write_report(path)
     note_files(path)
-    _print(model, statement, path, how.get("together"), as_json=output.json)
+    _print(model, statement, path, as_json=output.json)
 
 
 def _scored(model: Any) -> str:
@@ -81,7 +76,7 @@ def _scored(model: Any) -> str:
     return "accuracy" if hasattr(model, "classes_") else "mean absolute error"
 
 
-def _table(asked: FitSettings, choice: CategoryChoice) -> Any:
+def _table(asked: FitSettings) -> Any:
     from noshuffle.cli.table_file import read_table
 
     try:
@@ -90,9 +85,8 @@ def _table(asked: FitSettings, choice: CategoryChoice) -> Any:
             target=asked.target,
             ids=asked.ids,
             weights=asked.weights,
-            hash_text=asked.hash_text,
             missing=asked.missing,
-            categories=choice if asked.categories else None,
+            categories=categories_of(asked.categories or []),
         )
     except NoshuffleError:
         raise
@@ -102,9 +96,7 @@ def _table(asked: FitSettings, choice: CategoryChoice) -> Any:
         ) from None
 
 
-def _write_results(
-    run: Any, model: Any, table: Any, how: dict[str, Any], before: tuple[str, ...]
-) -> Any:
+def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any:
     """Metrics, the model as JSON, and what the statement rests on beyond the ledger's facts."""
     import numpy as np
 
@@ -115,15 +107,14 @@ def _write_results(
     if hasattr(model, "classes_"):
         weights["classes"] = model.classes_.tolist()
     record = {"kind": type(model).__name__, "columns": list(table.columns), **weights}
-    record["hashed"] = dict(table.hashed)
-    if table.categories is not None:
+    if table.categories:
         record["categories"] = {name: list(listed) for name, listed in table.categories.items()}
     write_json(run.path / "model.json", record)
     known = read_json(run.statement_file)["assumptions"]
-    further = [*(s for s in model.privacy_.assumptions if s not in known), _SCHEMA, *before]
+    further = [*(s for s in model.privacy_.assumptions if s not in known), _SCHEMA]
     how |= {"batch_size": model.batch_size_, "further_assumptions": further}
-    run.write_config(how | ({"before": list(before)} if before else {}))
-    return model.privacy_.with_assumptions(*known, _SCHEMA, *before)
+    run.write_config(how)
+    return model.privacy_.with_assumptions(*known, _SCHEMA)
 
 
 def _write_metrics(run: Any, model: Any) -> None:
@@ -143,9 +134,7 @@ def _write_metrics(run: Any, model: Any) -> None:
         run.append_metrics(row)
 
 
-def _print(
-    model: Any, statement: Any, path: Path, together: dict[str, float] | None, *, as_json: bool
-) -> None:
+def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
     page = path / "report.html"
     score = "accuracy" if hasattr(model, "classes_") else "R²"
     unscored = model.progressive_score_ != model.progressive_score_  # batches predict nothing first
@@ -159,13 +148,9 @@ def _print(
             "rows_left_out": getattr(model, "n_left_out_", None),
             "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
-        } | ({"together": together} if together else {})
+        }
         print_json(record)
         return
-    # Before the statement, whose ε is smaller: nobody may take that for all of it.
-    if together and not statement.not_private:
-        epsilon, delta = up(together["epsilon"]), up(together["delta"])
-        say(f"(ε = {epsilon}, δ = {delta})-DP in all: categories and model. The model alone:")
     say(statement.words())
     print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
     if hasattr(model, "n_left_out_"):

@@ -84,9 +84,8 @@ class FitSettings:
         "empty cells: zero, or skip (their rows are left out)",
         check=partial(one_of, ("zero", "skip")),
     )
-    hash_text: int | None = setting(None, "text columns become so many hashed indicators")
     categories: list[str] | None = setting(
-        None, "text columns: COLUMN=a,b,c, known beforehand, or private to have them found within ε"
+        None, "text columns: COLUMN=a,b,c, known beforehand (repeat as needed)"
     )
     score: bool = setting(
         False,
@@ -143,6 +142,19 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         )
     settings["target_bounds"] = _pair(asked.target_bounds, "--target-bounds")
     return settings
+
+
+def categories_of(given: list[str]) -> dict[str, list[str]]:
+    """The listed categories of every column that is named."""
+    found: dict[str, list[str]] = {}
+    for text in given:
+        name, _, listed = text.partition("=")
+        if not listed:
+            raise InvalidInput(
+                f"--categories must be COLUMN=a,b,c as in city=Rome,Oslo; got {text!r}"
+            )
+        found[name] = list(dict.fromkeys(value.strip() for value in listed.split(",")))
+    return found
 
 
 def _pair(text: str, option: str) -> tuple[float, float]:

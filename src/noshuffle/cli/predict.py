@@ -1,7 +1,7 @@
 """`noshuffle predict`: what a model of `noshuffle fit` says of the rows of another table.
 
-Numbers are clamped to the bounds that the model was fitted with, text is hashed as it was then, or
-made indicators of the model's categories; the target and other columns of the table are not read.
+Numbers are clamped to the bounds that the model was fitted with, text becomes indicators of the
+model's categories; the target and other columns of the table are not read.
 Empty cells count as they did in the fit: as zero, or with `--missing skip` their rows have no
 prediction. Predictions are for whoever holds the rows: the model is released and covered by its
 statement, the rows that it is asked about are not.
@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import csv
 import io
-import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,17 +67,14 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     from noshuffle.cli.table_file import read_table
 
     columns: list[str] = model["columns"]
-    listed = {name: values for name, values in model.get("categories", {}).items() if values}
-    hashed: dict[str, int] = model["hashed"] if "hashed" in model else _hashed(columns)
+    listed: dict[str, list[str]] = model.get("categories", {})
     made = {f"{name}={value}" for name, values in listed.items() for value in values}
-    made |= {f"{name}#{i}" for name, buckets in hashed.items() for i in range(buckets)}
     table = read_table(
         file,
         target=None,
-        hash_text=max(hashed.values(), default=2),  # text where the model reads numbers is refused
         missing="skip" if config.get("missing") == "skip" else "zero",
-        only={name for name in columns if name not in made} | set(listed) | set(hashed),
-        categories=listed or None,
+        only={name for name in columns if name not in made} | set(listed),
+        categories=listed,
     )
     missing = [name for name in columns if name not in table.columns]
     if missing:
@@ -112,9 +108,3 @@ def _lines(names: list[str], whole: Any, *columns: list[Any]) -> list[list[Any]]
     """Names, and the cells of every row; of rows that miss a value they are empty."""
     rows = zip(whole.tolist(), *columns)
     return [names, *([v if is_there else None for v in cells] for is_there, *cells in rows)]
-
-
-def _hashed(columns: list[str]) -> dict[str, int]:
-    """Text columns and their number of indicators, by their names: what models of 0.1 kept."""
-    found = (re.fullmatch(r"(.*)#(\d+)", name, re.DOTALL) for name in columns)
-    return {match[1]: int(match[2]) + 1 for match in found if match}

@@ -1,26 +1,23 @@
 """A whole table from a file: CSV (`number_rows`), or Parquet where a reader is installed.
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
-public meaning: with `hash_text=N` a text cell becomes one of N indicators by a fixed hash of column
-name and value, which depends on no other row; with `categories` those of its values that are listed
-(or that a function of all text columns lists) become indicators; otherwise text is refused. Empty
-cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero, or as NaN
-(`missing="skip"`); an empty target is refused.
+public meaning: those of its values that `categories` lists become indicators; otherwise text is
+refused. Empty cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero, or
+as NaN (`missing="skip"`); an empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
 ...     file = pathlib.Path(folder) / "t.csv"
 ...     _ = file.write_text("age,city,sold\\n30,Rome,yes\\n40,Oslo,no\\n")
-...     made = read_table(file, target="sold", hash_text=4)
+...     made = read_table(file, target="sold", categories={"city": ["Rome", "Oslo"]})
 >>> made.x.shape, made.columns[:2], made.y.tolist()
-((2, 5), ('age', 'city#0'), ['yes', 'no'])
+((2, 3), ('age', 'city=Rome'), ['yes', 'no'])
 """
 
 from __future__ import annotations
 
-import hashlib
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.util import find_spec
 from pathlib import Path
@@ -30,12 +27,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text, require_columns
-from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported, whole
+from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
 
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
 Categories = Mapping[str, Sequence[str]]
-ChooseFn = Callable[[dict[str, list[str]], list[str] | None], Categories]
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,17 +43,12 @@ class Table:
     columns: tuple[str, ...]
     ids: tuple[str, ...] | None
     weights: Array | None = None
-    categories: Categories | None = None
-    hashed: Mapping[str, int] = field(default_factory=dict)
+    categories: Categories = field(default_factory=dict)
 
     @property
     def indicators(self) -> set[str]:
         """Columns that were made from text, within [0, 1]."""
-        listed = [
-            f"{n}={value}" for n, values in (self.categories or {}).items() for value in values
-        ]
-        hashed = [f"{n}#{i}" for n, buckets in self.hashed.items() for i in range(buckets)]
-        return {*hashed, *listed}
+        return {f"{n}={value}" for n, values in self.categories.items() for value in values}
 
 
 def read_table(
@@ -66,18 +57,15 @@ def read_table(
     target: str | None,
     ids: str | None = None,
     weights: str | None = None,
-    hash_text: int | None = None,
     missing: str = "zero",
     only: set[str] | None = None,
-    categories: Categories | ChooseFn | None = None,
+    categories: Categories | None = None,
 ) -> Table:
     """Read a .csv or .parquet file; the first line of a CSV names the columns.
 
-    Without a target y is empty; `only` names the columns that are read as features. A function
-    in place of `categories` is given all columns of text, and the ids.
+    Without a target y is empty; `only` names the columns that are read as features.
     """
-    if hash_text is not None:
-        whole(at_least=2, hash_text=hash_text)
+    categories = categories or {}
     if not path.is_file():
         raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
     cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
@@ -90,32 +78,24 @@ def read_table(
     }
     if only is None:
         check_named(features, str(path))
-    as_numbers = {n: _numbers(_emptied(c), name=n, empty=empty) for n, c in features.items()}
-    if callable(categories):
-        texts = {n: c for n, c in features.items() if as_numbers[n] is None}
-        categories = categories(texts, None if ids is None else cells[ids])
-    unknown = [name for name in categories or () if name not in features]
+    unknown = [name for name in categories if name not in features]
     if unknown:
         raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")
-    blocks, names, hashed = [], [], {}
+    blocks, names = [], []
     for name, column in features.items():
-        numbers = as_numbers[name]
-        if categories is not None and name in categories:
+        numbers = _numbers(_emptied(column), name=name, empty=empty)
+        if name in categories:
             listed = {value: i for i, value in enumerate(categories[name])}
             blocks.append(_one_hot([listed.get(cell, -1) for cell in column], len(listed)))
             names += [f"{name}={value}" for value in listed]
         elif numbers is not None:
             blocks.append(numbers[:, None])
             names.append(name)
-        elif hash_text is None:
-            raise InvalidInput(
-                f"column {name!r} holds text; give its categories (--categories {name}=a,b,c, or "
-                "private to have them found within ε), --hash-text 16, or leave it out of the file"
-            )
         else:
-            blocks.append(_indicators(name, column, hash_text))
-            names += [f"{name}#{i}" for i in range(hash_text)]
-            hashed[name] = hash_text
+            advice = " where the model reads numbers"
+            if target is not None:
+                advice = f"; give its categories (--categories {name}=a,b,c), or leave it out"
+            raise InvalidInput(f"column {name!r} holds text{advice}")
     if len(set(names)) < len(names):
         twice = next(name for name in names if names.count(name) > 1)
         raise InvalidInput(f"{path}: two features would be called {twice!r}; rename a column")
@@ -124,7 +104,7 @@ def read_table(
         raise InvalidInput(f"{path} needs at least one row and one column {beside}")
     if target is None:
         none: Array = np.empty(0)
-        return Table(np.hstack(blocks), none, tuple(names), None, None, categories, hashed)
+        return Table(np.hstack(blocks), none, tuple(names), None, None, categories)
     if "" in cells[target]:
         raise InvalidInput(
             f"{path}: the target {target!r} is empty in data row {cells[target].index('') + 1}; "
@@ -139,7 +119,7 @@ def read_table(
     if weights is not None and given is None:
         raise InvalidInput(f"column {weights!r} holds text; weights are numbers >= 0")
     units = None if ids is None else tuple(cells[ids])
-    return Table(np.hstack(blocks), y, tuple(names), units, given, categories, hashed)
+    return Table(np.hstack(blocks), y, tuple(names), units, given, categories)
 
 
 def _csv(path: Path) -> dict[str, list[str]]:
@@ -186,15 +166,6 @@ def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | Non
             f"column {name!r} must hold finite numbers, got nan or inf; leave such cells empty"
         )
     return values
-
-
-def _indicators(name: str, column: list[str], buckets: int) -> Array:
-    def bucket(value: str) -> int:
-        digest = hashlib.blake2b(f"{name}={value}".encode(), digest_size=8).digest()
-        return int.from_bytes(digest, "little") % buckets
-
-    found = {value: bucket(value) for value in set(column)}
-    return _one_hot([found[value] for value in column], buckets)
 
 
 def _one_hot(places: list[int], columns: int) -> Array:

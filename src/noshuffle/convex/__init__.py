@@ -4,8 +4,7 @@
     PrivateLinearRegression, PrivateHuberRegressor,            numbers
     PrivateQuantileRegressor, PrivatePoissonRegressor, PrivateGammaRegressor
 
-    PrivateTreesClassifier, PrivateTreesRegressor              boosted trees, of whole tables
-    PrivatePCA, PrivateScaler, PrivateOneHot                   components; scales; categories
+    PrivateScaler                                              scales and quantiles
 
 follow scikit-learn: `fit` on a table, by the solver that suits it, `partial_fit` on a stream, one
 pass, any order, every iterate private; `privacy_` holds the statement. `noshuffle.convex.solvers`
@@ -19,23 +18,16 @@ from noshuffle.convex.generalized import (
     PrivatePoissonRegressor,
     PrivateQuantileRegressor,
 )
-from noshuffle.convex.one_hot import PrivateOneHot
-from noshuffle.convex.pca import PrivatePCA
 from noshuffle.convex.regress import PrivateLinearRegression
 from noshuffle.convex.scaler import PrivateScaler
-from noshuffle.convex.trees import PrivateTreesClassifier, PrivateTreesRegressor
 
 __all__ = [
     "PrivateGammaRegressor",
     "PrivateHuberRegressor",
     "PrivateLinearRegression",
     "PrivateLogisticRegression",
-    "PrivateOneHot",
-    "PrivatePCA",
     "PrivatePoissonRegressor",
     "PrivateQuantileRegressor",
     "PrivateSVC",
     "PrivateScaler",
-    "PrivateTreesClassifier",
-    "PrivateTreesRegressor",
 ]

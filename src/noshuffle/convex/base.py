@@ -23,7 +23,6 @@ from sklearn.utils.validation import check_is_fitted, validate_data
 from noshuffle.convex.anew import anew, forget, note_learned
 from noshuffle.convex.arrays import Array, Targets, refuse_complex
 from noshuffle.convex.given_bounds import warn_of_targets
-from noshuffle.convex.inference import Inference
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.stream_fit import BLOCK, StreamFit
@@ -47,7 +46,7 @@ _NOTHING: frozenset[str] = frozenset()
 
 
 @dataclass(kw_only=True, eq=False, repr=False)
-class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type: ignore[misc]
+class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[misc]
     """A linear model: of a table by the solver that suits it, of a stream by DP-FTRL.
 
     Parameters
@@ -84,9 +83,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         as `n_left_out_`, in one more reading.
     rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
         this many at most, together, and the guarantee is for all of them. Noise grows by it.
-    inference : "gd": spend a quarter more readings on what `intervals` and `predict_interval` need;
-        classifiers then clip at no less than `inference.free_clip`. "sums" has released it anyway,
-        for sampling=False; without a ball.
     release_score : also release the progressive score with noise, as `progress_` (rows, score,
         deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
@@ -119,7 +115,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
     max_weight: float | None = None
     missing: str = "refuse"
     rows_per_unit: int | None = None
-    inference: bool = False
     release_score: bool = False
     budget: Any = None
     test_seed: int | str | None = None
@@ -146,10 +141,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         """Coefficients and intercepts in the units of the data."""
         return self._original_coordinates(weights)
 
-    def _link(self, margins: Array) -> Array:
-        """What is expected of a row of that margin (a mean, or a chance)."""
-        raise Unsupported(f"{type(self).__name__} has no probabilities; use intervals")
-
     def _take_classes(self, y: Any) -> tuple[str, ...]:
         """What `fit` learns from y before it begins, in words."""
         return ()
@@ -173,7 +164,7 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
                 if column := _column_of_no_numbers(X):
                     raise InvalidInput(
                         f"X must hold numbers, got column {column}; make numbers of it (text: "
-                        "PrivateOneHot in a ColumnTransformer), or leave it out"
+                        "OneHotEncoder with categories that are given), or leave it out"
                     ) from None
                 raise
             raise InvalidInput(
@@ -348,11 +339,6 @@ class PrivateLinearModel(StreamFit, Inference, Saveable, BaseEstimator):  # type
         if not goes_on:
             note_learned(self, kept)
         return self
-
-    def _rows_of(self, x: Any) -> Any:
-        """Rows inside their bounds, dense."""
-        refuse_complex(X=x)
-        return self._rows.apply(validate_data(self, x, dtype=_FLOATS, reset=False))
 
     def _margins(self, x: Any) -> Array:
         check_is_fitted(self, "privacy_")

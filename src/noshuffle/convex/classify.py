@@ -23,7 +23,6 @@ from pathlib import Path
 from typing import Any, ClassVar, Self
 
 import numpy as np
-from scipy.special import expit
 from sklearn.base import ClassifierMixin
 
 from noshuffle.convex.arrays import Array
@@ -95,9 +94,6 @@ class PrivateLogisticRegression(PrivateLinearClassifier):
     def predict_proba(self, X: Any) -> Array:
         """Probability of every class, in the order of classes_."""
         return chances(self._margins(X))
-
-    def _link(self, margins: Array) -> Array:
-        return np.asarray(expit(margins))
 
     def predict_log_proba(self, X: Any) -> Array:
         """Logarithm of `predict_proba`."""

@@ -13,8 +13,8 @@ predictions are in their units. Those with a logarithm are scaled to [0, 1] by t
 units in which they are of order one (`target_rule`). Clipping leaves out part of residuals beyond
 clip_norm/‖(x', 1)‖, about a third of that unit; a skewed y, or one with outliers, is then predicted
 below its mean. Of models of log y the last readings tell by how much, and the intercept makes up
-for it where the noise lets it be seen (`calibration`; not with intervals); a larger clip_norm
-trades the rest for noise.
+for it where the noise lets it be seen (`calibration`); a larger clip_norm trades the rest for
+noise.
 
 >>> import numpy as np
 >>> rng = np.random.default_rng(0)

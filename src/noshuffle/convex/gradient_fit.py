@@ -1,8 +1,8 @@
 """GradientFit: how "gd" reads a table: how many readings of which kind, and the rule that has them.
 
 All of it follows from settings, the shape of the table, ε and δ. In order: two kinds that find
-bounds (`ranges`), a census, windows of targets, columns, gradients, and at the end what intervals
-or the calibration of models of log y need. State: the schedule of the fit.
+bounds (`ranges`), a census, windows of targets, columns, gradients, and at the end what the
+calibration of models of log y needs. State: the schedule of the fit.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.mean_first import mean_steps
 from noshuffle.convex.quantile_search import QUESTIONS
 from noshuffle.convex.ranges import is_private
-from noshuffle.convex.schedule import LENGTH, LOGISTIC_RATE, Schedule, stable_rate, steps_for
+from noshuffle.convex.schedule import LENGTH, LOGISTIC_RATE, Schedule, steps_for
 from noshuffle.convex.target_window import can_be_seen
 from noshuffle.errors import positive, whole
 
@@ -41,7 +41,6 @@ class GradientFit:
         bounds: Any
         fit_intercept: bool
         missing: str
-        inference: bool
         rows_per_unit: int | None
         _most_weight: float
 
@@ -59,9 +58,8 @@ class GradientFit:
         """Set the schedule; how often the table is read in all."""
         self._schedule = found = self._scheduled(rows, columns, is_sparse=is_sparse)
         self._windows, self._worth = self._looks(rows, columns)
-        asked = int(self._census() > 0) + self._windows + self._spreads() + self._balances()
+        asked = int(self._census() > 0) + self._windows + self._balances()
         asked += self._halvings()
-        asked += found.means if self.inference else 0  # others have them among their steps
         return found.readings + found.steps + asked + 2 * self._repeats()
 
     def _scheduled(self, rows: int, columns: int, *, is_sparse: bool) -> Schedule:
@@ -79,8 +77,6 @@ class GradientFit:
             classes=len(getattr(self, "classes_", ())) if self._RATE == LOGISTIC_RATE else 0,
         )
         found = found._replace(rate=found.rate * self._STEP)
-        if self.inference:
-            found = found._replace(rate=min(found.rate, stable_rate(self._RATE)), eases=False)
         if self.passes != 1:
             whole(at_least=2, passes=self.passes)
             readings = 0 if is_sparse else max(1, round(self.passes / 10))
@@ -94,15 +90,9 @@ class GradientFit:
         """Readings of each of the two kinds by which "gd" finds bounds in private."""
         return max(1, round(self._schedule.steps / 8)) if is_private(self.bounds) else 0
 
-    def _spreads(self) -> int:
-        """Readings that "gd" spends on what confidence intervals need."""
-        # Of models of log y the curvature lies far below its bound: the noise hides it sooner.
-        share = 2 if self._IS_LOG else 4
-        return max(2, round(self._schedule.steps / share)) if self.inference else 0
-
     def _balances(self) -> int:
         """Readings at the end in which models of log y compare means of y and of predictions."""
-        if not self._IS_LOG or self.inference or not self.fit_intercept:
+        if not self._IS_LOG or not self.fit_intercept:
             return 0
         return self._schedule.readings
 
@@ -115,7 +105,7 @@ class GradientFit:
         mu = gaussian.mu(epsilon=self.epsilon, delta=self.delta)
         rows = int(rows / self._most_weight)
         worth = rows * mu / math.sqrt(columns + 1)
-        is_plain = self._RATE is None and not self.inference and self.passes == 1
+        is_plain = self._RATE is None and self.passes == 1
         if not is_plain or steps == self._schedule.means:
             return 0, worth
         readings = max(1, round(steps / 16))
@@ -124,7 +114,7 @@ class GradientFit:
 
     def _halvings(self) -> int:
         """Readings that ask whether targets lie close together, where windows would be hidden."""
-        is_plain = self._RATE is None and self.fit_intercept and not self.inference
+        is_plain = self._RATE is None and self.fit_intercept
         is_hidden = self.epsilon != math.inf and self._schedule.steps > self._schedule.means
         return int(is_plain and is_hidden and self.passes == 1 and not self._windows)
 
@@ -133,7 +123,7 @@ class GradientFit:
         quantile to find: in regressions."""
         if self._RATE is not None:
             return found
-        if self.inference or not self.fit_intercept:
+        if not self.fit_intercept:
             return found._replace(means=int(self._IS_LOG))
         steps = found.steps
         if self._start_level() is not None:  # one step is none where columns are hidden
@@ -180,6 +170,5 @@ class GradientFit:
             halvings=self._halvings(),
             level=self._start_level(),
             worth=self._worth,
-            spreads=self._spreads(),
             lead=2 * self._repeats(),
         )

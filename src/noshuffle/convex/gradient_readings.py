@@ -1,7 +1,7 @@
 """GradientReadings: which reading of "gd" is about what, in order, and how much noise it has.
 
     census · windows of targets · columns · means or quantiles of targets · how far they lie apart
-    · gradients [descent · at the answer] · curvature (intervals) or calibration (models of log y)
+    · gradients · calibration (models of log y)
 
 Sizes and places follow from the settings alone. `gradient_rule` says what is done with them.
 State: what the first readings released, iterate, velocity and sums of the descent.
@@ -56,7 +56,7 @@ class GradientReadings(Rule):
     #: The quantile of a quantile regression, which the intercept is found by (`quantile_search`).
     level: float | None = None
     #: Steps that move the intercept alone, before all others; with them the intercept is a running
-    #: mean (regressions: see `mean_first`), but for intervals. 0: it is a coordinate.
+    #: mean (regressions: see `mean_first`). 0: it is a coordinate.
     means: int = 0
     #: Readings after them that ask whether most targets lie near by (0 or 1: see `target_window`).
     halvings: int = 0
@@ -64,13 +64,11 @@ class GradientReadings(Rule):
     balances: int = 0
     #: Readings of the run that come before those of this rule (`ranges`).
     lead: int = 0
-    #: Readings at the end that release what confidence intervals need (see `inference`).
-    spreads: int = 0
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
-    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain", "_level")
-    _STATE += ("_slopes", "_spread", "learning_rate", "_row_length", "_shift", "_gap")
+    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain")
+    _STATE += ("learning_rate", "_row_length", "_shift", "_gap")
     _STATE += ("_bins", "_middle", "_unit", "_is_scarce", "_origin", "_stretch", "_steep", "_asked")
     _STATE += ("_discount", "_highest")
 
@@ -92,12 +90,8 @@ class GradientReadings(Rule):
         self._discount = 0.0  # steps that earlier ones are worth less, whose unit was larger
         #: Released numbers of rows by class, and what follows from them.
         self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
-        self._gain, self._level, self._shift, self._gap = 1.0, 1.0, 0.0, np.zeros(2)
+        self._gain, self._shift, self._gap = 1.0, 0.0, np.zeros(2)
         self._balance_unit = self.clip_norm * (1 - CLIP_SLACK) / LARGEST
-        # Sums of gradients at the answer and of `spread_sum`.
-        self._slopes = np.zeros(p + 1)
-        self._spread = np.zeros((p + 1) * (p + 2) + 1 if self.spreads else 0)
-        self.size = max(self.size, len(self._spread))
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
         self._centre, self._scale = np.zeros(p), np.full(p, float(self.length > 0))
@@ -114,18 +108,6 @@ class GradientReadings(Rule):
         return self._phase.plan.steps - self.lead
 
     @property
-    def _last(self) -> int:
-        """Readings before the first that is about curvature."""
-        return self._steps - self.spreads if self.spreads else self._count + 1
-
-    @property
-    def _descent(self) -> int:
-        """Readings until the descent ends; for intervals it has half of the gradients."""
-        if not self.spreads:
-            return self._count + 1
-        return self._before + (self._steps - self._before - self.spreads + 1) // 2
-
-    @property
     def _is_alone(self) -> bool:
         """Whether the next reading is of targets without columns (not counted: `windows`)."""
         return self._begin <= self._count < self._before
@@ -138,20 +120,18 @@ class GradientReadings(Rule):
     @property
     def _is_running(self) -> bool:
         """Whether the intercept goes on as a running mean, or quantile."""
-        return self.means > 0 and self.fit_intercept and not self.spreads
+        return self.means > 0 and self.fit_intercept
 
     @property
     def _descents(self) -> int:
-        """Steps, those of the intercept alone among them (for intervals, without)."""
-        if self.spreads:
-            return self._descent - self._before
+        """Steps, those of the intercept alone among them."""
         return self._steps - self.balances - self._begin - self.halvings
 
     @property
     def _taken_steps(self) -> int:
-        """Of them."""
+        """How many of them were taken."""
         taken = self._count - self._before
-        return taken if self.spreads else taken + self.means + int(taken < 0) * self.halvings
+        return taken + self.means + int(taken < 0) * self.halvings
 
     @property
     def _deviation(self) -> float:

@@ -43,9 +43,6 @@ from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.calibration import calibration_sum, growth
 from noshuffle.convex.census import balance
-from noshuffle.convex.inference import Law, reach, spread_sum
-from noshuffle.convex.interval_readings import CurvatureLimits, law_of_readings, limits
-from noshuffle.convex.margins import PerMargin
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.schedule import easing, rarer_share
 from noshuffle.convex.shrinkage import kept_share
@@ -77,24 +74,6 @@ class GradientRule(TargetRule):
         intercept = theta[:, -1:] * self._stretch + self._origin
         return np.hstack([coef, intercept - coef @ self._centre[:, None]])
 
-    def law(self) -> Law:
-        """What is known of the error of the weights, in their own coordinates."""
-        return law_of_readings(
-            self._spread,
-            self._slopes,
-            self._answer[0],
-            fit_intercept=self.fit_intercept,
-            spreads=self.spreads,
-            gradients=self._steps - self.spreads - self._descent,
-            deviation=self._deviation,
-            gain=self._gain,
-            rows=self._phase.batch_size,
-            clip_norm=self.clip_norm,
-            bounds=self._limits,
-            ridge=self._ridge,
-            unscaled_fn=self._unscaled,
-        )
-
     def clipped_sum(self, x: Any, y: Targets, weight: Array | None = None) -> Array:
         out, there = np.zeros(self.size), np.ones(x.shape[0])
         if weight is not None:
@@ -110,13 +89,6 @@ class GradientRule(TargetRule):
             out[: self._columns] = column_sums(x, there, clip_norm=self.clip_norm)
         elif self.balances and self._count >= self._steps - self.balances:
             out[:2] = self._balance_sum(x, y, weight)
-        elif self._count >= self._last:
-            rows, residual, bends, clipped = self._residuals(x, y, weight, theta=self._answer)
-            rows = np.hstack([rows, np.full((len(y), 1), float(self.fit_intercept))])
-            marked, own = clipped & (there > 0), self._limits._asdict()
-            out[: len(self._spread)] = spread_sum(
-                rows, residual * rows, bends, clip=self.clip_norm, **own, is_clipped=marked
-            )
         else:
             gradient = self._gradient(x, y, weight)
             out[: gradient.size] = gradient.ravel()
@@ -126,32 +98,19 @@ class GradientRule(TargetRule):
     def _answer(self) -> Array:
         return self._average / self._taken if self._taken else self._theta
 
-    @property
-    def _limits(self) -> CurvatureLimits:
-        return limits(
-            self.loss,
-            features=self.features,
-            clip_norm=self.clip_norm,
-            most_weight=self.most_weight,
-            level=self._level,
-        )
-
     def _gradient(self, x: Any, y: Targets, weight: Array | None) -> Array:
-        theta = self._theta if self._count < self._descent else self._answer
-        rows, residual, *_ = self._residuals(x, y, weight, theta=theta)
+        rows, residual = self._residuals(x, y, weight)
         gradient = np.zeros_like(self._theta)
         gradient[:, :-1] = (rows.T @ residual).T
         if self.fit_intercept or self._is_alone:
             gradient[:, -1] = residual.sum(axis=0)
         return gradient
 
-    def _residuals(
-        self, x: Any, y: Targets, weight: Array | None, *, theta: Array
-    ) -> tuple[Any, Array, Array, Any]:
-        """Standardised rows, clipped residuals, curvatures (for intervals), which are clipped."""
+    def _residuals(self, x: Any, y: Targets, weight: Array | None) -> tuple[Any, Array]:
+        """Standardised rows and clipped residuals."""
         with np.errstate(over="ignore", invalid="ignore"):
             rows, far = self._standardised(x)
-            margins = rows @ theta[:, :-1].T + theta[:, -1]
+            margins = rows @ self._theta[:, :-1].T + self._theta[:, -1]
             if self._is_alone:
                 residual = self._target_slopes(y)[:, None]
             elif self.loss.is_classifier:
@@ -161,27 +120,18 @@ class GradientRule(TargetRule):
                 residual = self._steep * self.loss.residual(margins, y)
             if self.length == 0 and self.loss.is_classifier:
                 residual *= 2.0  # at weights of zero they are half of what clipping lets through
-            squares, lever = squared_norms(rows) + float(self.fit_intercept), np.ones(len(y))
-            if self._is_alone:
-                squares = lever.copy()
-            if self.spreads:  # long rows weigh less, in gradients and in their curvature alike
-                lever = np.minimum(1.0, reach(self.features) / np.maximum(squares, 1.0))
-                residual *= lever[:, None]
+            squares = np.ones(len(y))
+            if not self._is_alone:
+                squares = squared_norms(rows) + float(self.fit_intercept)
             norms = np.sqrt(np.einsum("ij,ij->i", residual, residual)) * np.sqrt(squares)
             factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
-            free = factor == 1.0
             factor = factor if weight is None else factor * weight
             if self.is_balanced:
                 factor = factor * self._class_weight[y.astype(np.int64)]
             residual *= factor[:, None]
         far |= ~np.isfinite(residual).all(axis=1)
         residual[far] = 0.0
-        bends = np.zeros(0)
-        if self.spreads:  # the slope of a clipped row does not change with its margin
-            assert isinstance(self.loss, PerMargin)
-            phi = self.loss.phi.curvature_fn(margins[:, 0], self.loss.targets(margins, y)[:, 0])
-            bends = np.where(free & ~far, phi * factor * lever, 0.0)
-        return rows, residual, bends, ~free
+        return rows, residual
 
     def _standardised(self, x: Any) -> tuple[Any, Any]:
         """Rows as the descent reads them, and which of them are too long for a number."""
@@ -229,13 +179,7 @@ class GradientRule(TargetRule):
                 told = self._origin + self._stretch * self._answer[0, -1]
                 self._shift = growth(self._gap, intercept=told, deviation=noise)
             return
-        if self.spreads and self._count > self._last:
-            self._spread += mean[: len(self._spread)]
-            return
         gradient = mean[: self._theta.size].reshape(self._theta.shape) * self._gain
-        if self._count > self._descent:
-            self._slopes = self._slopes + gradient[0]
-            return
         if self.eases and self._count == self._before + 1:
             most = {"length": self._row_length, "clip_norm": self.clip_norm / self.most_weight}
             rarer = rarer_share(float(gradient[0, -1]), **most)
@@ -255,7 +199,7 @@ class GradientRule(TargetRule):
         self._velocity = MOMENTUM * self._velocity + gradient
         # Steps along a column are shorter where its penalty is so large that they would diverge.
         move = self._velocity
-        if self._is_scarce or not (self.loss.is_classifier or self.spreads):
+        if self._is_scarce or not self.loss.is_classifier:
             seen = self._visible_share(self._velocity[:, :-1])
             move = move * np.append(np.full(self.features, seen), 1.0)
         if self._is_running:

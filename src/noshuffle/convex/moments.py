@@ -28,13 +28,6 @@ def pack(square: Array) -> Array:
     return np.asarray(square[upper] * _stretch(upper))
 
 
-def unpack_square(vector: Array, d: int) -> Array:
-    """The symmetric matrix of `pack`."""
-    upper, out = np.triu_indices(d), np.zeros((d, d))
-    out[upper] = vector / _stretch(upper)
-    return np.asarray(out + np.triu(out, 1).T)
-
-
 def moments(rows: Array, labels: Targets, *, ratio: float, weights: Array | float = 1.0) -> Array:
     """Sum over rows of weight·(svec(x xᵀ), τ y x), τ = ratio."""
     weighted = rows * np.reshape(weights, (-1, 1))
@@ -45,8 +38,9 @@ def moments(rows: Array, labels: Targets, *, ratio: float, weights: Array | floa
 
 def unpack(vector: Array, d: int, *, ratio: float) -> tuple[Array, Array]:
     """The symmetric matrix and the vector that `moments` packed."""
-    half = d * (d + 1) // 2
-    return unpack_square(vector[:half], d), vector[half:] / ratio
+    half, upper, out = d * (d + 1) // 2, np.triu_indices(d), np.zeros((d, d))
+    out[upper] = vector[:half] / _stretch(upper)
+    return np.asarray(out + np.triu(out, 1).T), vector[half:] / ratio
 
 
 def _stretch(upper: tuple[Any, ...]) -> Array:

@@ -98,8 +98,6 @@ class PrivateLinearRegression(PrivateRegressor):
         ball = constraint_of(self.constraint, radius=self.radius)
         if ball is not None and not isinstance(ball, L2Ball):
             raise Unsupported(f"solver='sums' has constraint None or 'ball', got {ball!r}")
-        if ball is not None and self.inference:
-            raise Unsupported("inference=True of solver 'sums' has no constraint; leave it out")
         return SumsRule(
             features=features,
             clip_norm=self._clip_of_sums(),

@@ -145,13 +145,3 @@ def takes_vertices(*, rows: int, columns: int, mu: float) -> bool:
     """
     is_crowded = columns >= WIDE and rows * mu < CROWDED * math.sqrt(columns + 1)
     return is_crowded and rows * mu >= AUDIBLE * math.log(2 * columns)
-
-
-def stable_rate(rate: float | None) -> float:
-    """Step size at which descent with momentum 0.9 converges whatever the columns are.
-
-    That is η·h < 2(1 + β) with h ≤ ϱ·3² the curvature of standardised rows: ϱ = 1 for regressions,
-    1/4 for logistic losses (whose rate is 4). Larger ones swing where columns are correlated, which
-    clipping and averaging forgive, and a Newton step does not.
-    """
-    return 3.5 / LENGTH**2 * (rate or 1.0)

@@ -16,7 +16,6 @@ import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.gradient_rule import GradientRule
-from noshuffle.convex.inference import free_clip
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
@@ -26,7 +25,6 @@ from noshuffle.convex.rule import Rule
 from noshuffle.convex.shape import composite_of, groups_of, makes_zeros
 from noshuffle.convex.step_line import StepLine
 from noshuffle.convex.stream import LearningStream
-from noshuffle.convex.sums_rule import SumsRule
 from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTINGS, TableFit
 from noshuffle.errors import (
     HorizonExceeded,
@@ -74,8 +72,6 @@ class StreamFit(TableFit):
         """The rule of `solver_`, one of those that read rows in steps."""
         loss, outputs = self._loss(classes), 1 if classes <= 2 else classes
         clip_norm = self._clip(loss, outputs)
-        if self.inference:
-            self._refuse_inference(loss, outputs)
         if self.solver_ == "gd":
             rule = self._gradient_rule(loss, features, outputs, clip_norm)
             if not (repeats := self._repeats()):
@@ -109,10 +105,7 @@ class StreamFit(TableFit):
         slope = loss.lipschitz(outputs)
         if self.clip_norm is not None:
             positive(clip_norm=self.clip_norm)
-            least = 0.0
-            if self.inference and loss.is_classifier:
-                least = free_clip(slope, self.n_features_in_)
-            return self._weighted_clip(max(float(self.clip_norm), least))
+            return self._weighted_clip(float(self.clip_norm))
         if self.feature_bound is None or not np.isfinite(slope):
             raise InvalidInput(
                 "clip_norm=None needs a feature_bound and a loss of bounded slope; give clip_norm"
@@ -246,13 +239,8 @@ class StreamFit(TableFit):
         self.n_steps_ = stream.steps
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
-        self.__dict__.pop("_law", None)
-        rule = stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule
-        if self.inference and isinstance(rule, GradientRule | SumsRule):
-            self._law = rule.law()
-            self._weights = self._law.centre[None]
         self._publish()
-        self._count_rows(rule)
+        self._count_rows(stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule)
         self._notes = notes
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):

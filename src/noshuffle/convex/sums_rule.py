@@ -26,7 +26,6 @@ from scipy import sparse
 
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
-from noshuffle.convex.inference import CLEAR, Law, hidden_words
 from noshuffle.convex.moments import ball_least_squares, moments, noise_norm, unpack
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rows import squared_norms
@@ -82,27 +81,6 @@ class SumsRule(Rule):
         factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
         factor = factor if weight is None else factor * weight
         return moments(rows, y, ratio=self.tau, weights=factor)
-
-    def law(self) -> Law:
-        """The answer without the ridge that guards against noise, and the law of its noise.
-
-        θ = A⁻¹b of noisy A and b errs by A⁻¹(δb − δA·θ) to first order. With deviation s of an
-        entry of what was released, δb has covariance s²/τ²·I and δA·θ has s²/2·(‖θ‖²·I + θθᵀ).
-        """
-        deviation = math.sqrt(self._finished + self._noise**2)
-        gram, cross = unpack(self._total, self._q, ratio=self.tau)
-        gram = gram + self.alpha * self._rows * np.eye(self._q)
-        values, basis = np.linalg.eigh(gram)
-        hidden, square = noise_norm(deviation, self._q), np.zeros((self._q, self._q))
-        to = np.eye(self.features + 1)[:, : self._q]  # the intercept is last, or zero
-        if not values[0] > CLEAR * hidden:
-            return Law(self._theta, square, square, hidden_words(values[0], hidden)).mapped(to)
-        inverse = (basis / values) @ basis.T
-        theta = inverse @ cross
-        spread = (1 / self.tau**2 + theta @ theta / 2) * np.eye(self._q) + np.outer(
-            theta, theta
-        ) / 2
-        return Law(theta, deviation**2 * inverse @ spread @ inverse, None).mapped(to)
 
     def update(self, mean: Array, *, step: int) -> None:
         batch = self._phase.batch_size

@@ -25,7 +25,6 @@ from noshuffle.convex.arrays import Array, Targets
 from noshuffle.convex.given_bounds import warn_of_columns, warn_of_targets, words_of_bounds
 from noshuffle.convex.gradient_fit import GradientFit
 from noshuffle.convex.losses import Loss, by_label
-from noshuffle.convex.margins import MarginLoss, PerMargin
 from noshuffle.convex.one_shot import chosen_vertices, tilted
 from noshuffle.convex.ranges import is_private
 from noshuffle.convex.rows import RowMap
@@ -113,7 +112,6 @@ class TableFit(GradientFit):
         is_plain = (
             run is None
             and self.penalty is None
-            and not self.inference
             and self.rows_per_unit is None
             and self._most_weight == 1.0
             and not self._is_balanced()
@@ -174,27 +172,6 @@ class TableFit(GradientFit):
             raise Unsupported(
                 f"solver={self.solver_!r} does not find bounds in private; fit with solver='gd', "
                 "or give bounds as numbers"
-            )
-
-    def _refuse_inference(self, loss: MarginLoss, outputs: int) -> None:
-        if self.solver_ == "sums":
-            return
-        if self.solver_ != "gd" or self._schedule.readings == 0:
-            raise Unsupported(
-                "inference=True needs solver 'gd' on dense rows that the noise does not hide; "
-                "leave it out, or use more rows or a larger epsilon"
-            )
-        if self._schedule.steps < 2:  # found out after the last reading, it would cost all of ε
-            raise Unsupported(
-                "inference=True reads gradients on the way and at the answer, got passes="
-                f"{self.passes}; give passes=3 or more, or leave it out"
-            )
-        if self.rows_per_unit is not None:
-            raise Unsupported("inference=True has one row for each unit; leave rows_per_unit out")
-        if outputs > 1 or not isinstance(loss, PerMargin) or loss.curvature() is None:
-            raise Unsupported(
-                "inference=True needs a smooth loss of one margin (two classes, or a regression); "
-                "leave it out"
             )
 
     def _refuse_balance(self) -> None:

@@ -98,15 +98,15 @@ class TargetRule(GradientReadings):
         if self.is_log:
             noise = self._unit * deviation / math.sqrt(self.means - self._discount)
             least = max(self.lowest, _CLEAR * noise, _LEAST)
-            self._level = min(max(self._middle + self._unit * at, least), 1.0)
-            if self.spreads or not self.fit_intercept:
-                start = math.log(self._level)
-                self._theta[:, -1] = start * float(self.fit_intercept)
-                self._gain *= min(1.0 / bend_at(self.loss, start, is_log=True), MOST_GAIN)
+            mean = min(max(self._middle + self._unit * at, least), 1.0)
+            self._theta[:, -1] = 0.0
+            if not self.fit_intercept:
+                bend = bend_at(self.loss, math.log(mean), is_log=True)
+                self._gain *= min(1.0 / bend, MOST_GAIN)
                 return
-            known = {"mean": self._level, "highest": self._highest, "worth": self.worth}
+            known = {"mean": mean, "highest": self._highest, "worth": self.worth}
             self._unit = unit_of_log(self._unit, **known)
-            self._middle, self._theta[:, -1] = self._level, 0.0
+            self._middle = mean
         self._origin, self._stretch, self._steep = coordinates(
             self.loss,
             middle=self._middle,

@@ -12,12 +12,10 @@ noted in `Found` as not checked. The ledger itself: `evidence_checks`. State: no
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from pathlib import Path
 from pickle import UnpicklingError
 from typing import Any, TypeVar
 
-from noshuffle.errors import NoshuffleError
 from noshuffle.noise.step_plan import fingerprint as recipe_name
 from noshuffle.release import checkpoint
 from noshuffle.release.evidence_checks import Found
@@ -82,8 +80,6 @@ def other_files(found: Found) -> Iterator[str]:
     for name in (*(file.name for file in run.files()), *run.unknown()):
         if name not in told and name != run.plan_file.name:
             found.unchecked.append(f"{name}, which the ledger does not know of")
-    with suppress(NoshuffleError, ValueError, KeyError, TypeError):  # said with the statement
-        found.unchecked += run.before()  # another release from the same rows is in no ledger
 
 
 def ancestors(found: Found) -> Iterator[str]:

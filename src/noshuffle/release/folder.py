@@ -194,16 +194,6 @@ class RunFolder:
             return ()
         return tuple(Ancestor.from_dict(record) for record in read_json(self.ancestors_file))
 
-    def own_before(self) -> tuple[str, ...]:
-        """What was released from the same rows before this run, in sentences; no ledger has it."""
-        config = read_json(self.config_file) if self.config_file.exists() else {}
-        return tuple(map(str, config.get("before", ())))
-
-    def before(self) -> list[str]:
-        """The same of this run and of those that it was forked from."""
-        inherited = (said for one in self.ancestors() for said in one.before)
-        return [*self.own_before(), *inherited]
-
     def files(self) -> list[Path]:
         """The files beside ledger, statement and checkpoints."""
         ledger = self.ledger_file.name

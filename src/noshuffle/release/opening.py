@@ -273,7 +273,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     is_adaptive = ledger.meta("adaptive_clip") in COUNTS
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
     budget = ledger.meta("budget") or ""
-    parent_run = Ancestor(plan, released, is_adaptive, notes, budget, old.own_before())
+    parent_run = Ancestor(plan, released, is_adaptive, notes, budget)
     ancestors = [*old.ancestors(), parent_run]
     ledger.close()
     _appear(new, [a.to_dict() for a in ancestors])
@@ -310,7 +310,7 @@ def _check_parent(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     if ledger.meta("plan") not in (None, plan.hash):
         raise ReplayRefused(f"{folder.plan_file} is not what the ledger says; bring it back")
     _check_ancestors(folder, ledger)
-    file = folder.config_file  # which says what came before the run
+    file = folder.config_file
     noted = ledger.digests_of(file.name)
     if noted and not (file.exists() and file_digest(file) in noted):
         raise ReplayRefused(f"{file} is not what the ledger says; bring it back")

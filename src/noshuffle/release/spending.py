@@ -42,8 +42,7 @@ class Ancestor:
     """A run that this one was forked from: its plan and how many steps it had released.
 
     `notes` are the sentences that its facts add to a statement: what it rested on, the fork does.
-    `budget`: by what it is known in the budget that it draws on, if any. `before`: sentences about
-    what was released from the same rows before it, which is no part of any run.
+    `budget`: by what it is known in the budget that it draws on, if any.
     """
 
     plan: Plan
@@ -51,7 +50,6 @@ class Ancestor:
     is_adaptive: bool = False
     notes: tuple[str, ...] = ()
     budget: str = ""
-    before: tuple[str, ...] = ()
 
     def to_dict(self) -> dict[str, Any]:
         return {
@@ -60,7 +58,6 @@ class Ancestor:
             "is_adaptive": self.is_adaptive,
             "notes": list(self.notes),
             "budget": self.budget,
-            "before": list(self.before),
         }
 
     @classmethod
@@ -69,9 +66,8 @@ class Ancestor:
         adaptive = bool(record.get("is_adaptive", True))
         notes = tuple(str(note) for note in record.get("notes", ()))
         budget = str(record.get("budget", ""))
-        before = tuple(str(said) for said in record.get("before", ()))
         plan, released = Plan.from_json(record["plan"]), int(record["released"])
-        return cls(plan, released, adaptive, notes, budget, before)
+        return cls(plan, released, adaptive, notes, budget)
 
 
 def gaussian_sum(mus: Sequence[float]) -> float:
@@ -95,8 +91,6 @@ def spent(
         for a in ancestors
         if a.released
     ]
-    earlier = [said for one in ancestors for said in one.before]
-    own = own.with_assumptions(*map(_inherited, earlier))
     if not before:
         return own
     words = f"This run is a fork; it adds up with {len(before)} earlier run(s) on the same data."

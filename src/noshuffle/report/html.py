@@ -90,7 +90,6 @@ def _cards(run: RunRecord) -> str:
     promised = ("∞" if epsilon is None else up(epsilon, digits=3), f"ε ({kind})")
     told = [
         promised if not run.not_private else ("NOT PRIVATE", "no ε holds"),
-        *_with_before(run),
         (up(run.statement.get("delta", run.plan.delta)), "δ"),
         (f"{run.plan.noise_multiplier:.4g}", "noise multiplier"),
     ]
@@ -102,17 +101,8 @@ def _cards(run: RunRecord) -> str:
     return cards([*told, *_teller(run).cards(run)])
 
 
-def _with_before(run: RunRecord) -> list[tuple[str, str]]:
-    """ε of a run together with what was chosen from the same rows before it."""
-    if not run.before or run.not_private:
-        return []
-    return [
-        ("?" if run.seen is None else up(run.seen[0], digits=3), "ε with what came before this run")
-    ]
-
-
 def _meaning(run: RunRecord) -> str:
-    if run.statement.get("epsilon") is None or run.seen is None:
+    if run.seen is None:
         return ""
     found = None
     if run.plan.noise_multiplier and run.released:  # where batches are drawn, far below ε alone

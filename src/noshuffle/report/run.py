@@ -62,26 +62,19 @@ class RunRecord:
         return self.plan.steps if self.has_counts and has_end else self.released
 
     @property
-    def before(self) -> tuple[str, ...]:
-        """What was chosen from the same rows before this run, which is no part of its statement."""
-        inherited = (said for one in self.ancestors for said in one.before)
-        return (*map(str, self.config.get("before", ())), *inherited)
-
-    @property
     def seen(self) -> tuple[float, float] | None:
         """ε and δ of all that is seen of the run; None where none is known."""
-        told = self.config.get("together", {}) if self.before else self.statement
-        epsilon, delta = told.get("epsilon"), told.get("delta")
+        epsilon, delta = self.statement.get("epsilon"), self.statement.get("delta")
         return None if epsilon is None or delta is None else (float(epsilon), float(delta))
 
     def least_misses(self, alphas: Any) -> Any:
         """Type II errors, at type I errors `alphas`, that no test of the released values is below.
 
-        By the μ of the statement, which counts what a fork takes over; by ε and δ where a fork, or
-        a run with something before it, has no μ for all of it; else by the plan.
+        By the μ of the statement, which counts what a fork takes over; by ε and δ where a fork
+        has no μ for all of it; else by the plan.
         """
         mu = self.statement.get("mu")
-        if self.before or (mu is None and self.ancestors):
+        if mu is None and self.ancestors:
             epsilon, delta = self.seen or (math.inf, 1.0)
             return from_curve(alphas, np.array([epsilon]), np.array([delta]))
         if mu is not None:

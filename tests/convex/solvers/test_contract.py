@@ -140,8 +140,8 @@ def solve(name: str, x: Any, y: Any, *, test_seed: Any = "contract") -> Any:
 def test_every_solver_is_here() -> None:
     tried = {case[0] for case in CASES.values()}
     missing = [n for n in solvers.__all__ if getattr(solvers, n) not in tried]
-    # The last three have tests of their own.
-    assert missing == ["Solution", "best", "ftrl_ls", "noisy_max"]
+    # The last two have tests of their own.
+    assert missing == ["Solution", "ftrl_ls", "noisy_max"]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -354,7 +354,7 @@ def test_solvers_are_called_as_documented() -> None:
         known = inspect.signature(here).parameters.get("neighbours")
         assert known is None or known.default == "zero-out", name
         assert known is not None or solver in (solvers.dp_sgd, solvers.dp_svrg), name
-    for other in (solvers.noisy_max, solvers.best, PrivateLogisticRegression):
+    for other in (solvers.noisy_max, PrivateLogisticRegression):
         assert inspect.signature(other).parameters["neighbours"].default == "zero-out"
     with pytest.raises(TypeError):
         solvers.dp_sgd(losses.hinge(), *data(), neighbours="replace-one", **CASES["dp_sgd"][2])

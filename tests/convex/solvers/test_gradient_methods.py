@@ -1,4 +1,4 @@
-"""DP-GD, DP-SGD, DP-SVRG and the update rules: noise, brute-force sensitivity, twins."""
+"""DP-GD, DP-SGD and DP-SVRG: noise, brute-force sensitivity, twins."""
 
 from __future__ import annotations
 
@@ -6,11 +6,9 @@ import math
 
 import numpy as np
 import pytest
-import torch
 
 from noshuffle.accounting import gaussian, renyi
 from noshuffle.convex import losses
-from noshuffle.convex.solvers import updates
 from noshuffle.convex.solvers.domains import Ball, Box, Everywhere
 from noshuffle.convex.solvers.dp_gd import dp_gd
 from noshuffle.convex.solvers.dp_sgd import dp_sgd
@@ -73,49 +71,6 @@ def test_noise_of_dp_gd(neighbours: str) -> None:
     assert not is_scale(run.weights, scale * weights * 3 / 2)
     assert run.statement.epsilon == pytest.approx(1.0)
     assert run.statement.exact
-
-
-@pytest.mark.parametrize("rule", [updates.Sgd(0.3, 0.5), updates.Adam(0.1), updates.adamw(0.1)])
-def test_rules_learn_under_privacy(rule) -> None:
-    x, y = table(2000)
-    run = dp_gd(
-        losses.logistic(),
-        x,
-        y,
-        epsilon=2.0,
-        delta=1e-6,
-        domain=Ball(5.0),
-        steps=40,
-        rule=rule,
-        output="last",
-        test_seed=0,
-    )
-    assert np.mean(np.sign(x @ run.weights) == y) > 0.85
-
-
-@pytest.mark.parametrize("decay", [0.0, 0.1])
-def test_adam_is_torchs(decay: float) -> None:
-    draws = np.random.default_rng(2)
-    w = torch.nn.Parameter(torch.ones(5, dtype=torch.float64))
-    theirs = torch.optim.AdamW([w], lr=0.05, weight_decay=decay)
-    rule, ours = updates.Adam(0.05, decay=decay), np.ones(5)
-    state = rule.init(5)
-    for _ in range(10):
-        g = draws.standard_normal(5)
-        w.grad = torch.from_numpy(g)
-        theirs.step()
-        step, state = rule.update(g, state, ours)
-        ours = ours + step
-    np.testing.assert_allclose(ours, w.detach().numpy(), rtol=1e-9)
-
-
-def test_adafactor_follows_the_sign_and_bounds_the_step() -> None:
-    rule = updates.Adafactor(0.1)
-    g = np.random.default_rng(3).standard_normal(7)
-    step, state = rule.update(g, rule.init(7), np.zeros(7))
-    assert np.all(np.sign(step) == -np.sign(g))
-    assert math.sqrt(float(np.mean(step**2))) <= 0.1 + 1e-12
-    assert sum(len(part) for part in state) < 8
 
 
 def test_dp_sgd_states_and_learns() -> None:
@@ -191,15 +146,5 @@ def test_refusals() -> None:
         dp_gd(losses.squared(radius=1.0), x, y, domain=Ball(2.0), **common)
     with pytest.raises(InvalidInput):  # a box of half-width 1 reaches out to √d
         dp_gd(losses.squared(radius=1.0), x, y, domain=Box(1.0), **common)
-    with pytest.raises(InvalidInput):
-        dp_gd(
-            losses.logistic(),
-            x,
-            y,
-            domain=Ball(1.0),
-            rule=updates.Sgd(0.1),
-            learning_rate=1.0,
-            **common,
-        )
     with pytest.raises(InvalidInput):
         dp_gd(losses.logistic(), x, y, domain=Ball(1.0), epsilon=-1.0, delta=1e-6)

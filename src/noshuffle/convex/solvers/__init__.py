@@ -1,13 +1,12 @@
 """Solvers of private convex (and some nonconvex) optimization on a loss object, one file each.
 
     online          ftrl (regret, online to batch), ftrl_ls (least squares)
-    gradient        dp_gd, dp_sgd, dp_svrg; update rules in `updates`
+    gradient        dp_gd, dp_sgd, dp_svrg
     perturbation    output_perturbation, objective_perturbation
     selection       noisy_max; noise for l_p in `generalized_gaussian`
     Frank–Wolfe     frank_wolfe_full, frank_wolfe_noisy, frank_wolfe_poly, frank_wolfe_tree
     localisation    phased_sgd, phased_mirror_descent
     one epoch       accelerated_srgd
-    which           best: by simulation at a size, an ε and a domain
     nonconvex       frank_wolfe_stationary, weakly_convex; measures in `stationarity`
 
 Each takes (loss, rows, labels, *, epsilon, delta, …), returns a `Solution` with its weights and its
@@ -31,13 +30,11 @@ from noshuffle.convex.solvers.noisy_max import noisy_max
 from noshuffle.convex.solvers.objective_perturbation import objective_perturbation
 from noshuffle.convex.solvers.output_perturbation import output_perturbation
 from noshuffle.convex.solvers.phased import phased_mirror_descent, phased_sgd
-from noshuffle.convex.solvers.ranking import best
 from noshuffle.convex.solvers.weakly_convex import weakly_convex
 
 __all__ = [
     "Solution",
     "accelerated_srgd",
-    "best",
     "dp_gd",
     "dp_sgd",
     "dp_svrg",

@@ -14,8 +14,8 @@ noises of deviation √T·Δ/μ down to that of one release once they have trave
 distance bounds T from below, and the noise of early steps from above: T = nμ/(3c√d) within [4, 256]
 and the mean of the second half, as found by simulation (`gradient_rule`). Where T would be below 4
 the noise hides all there is to learn, and steps are (T/4)² as long: the answer is then near the
-start. `output`, a rule or a rate given take the schedule above. State: the weights, their
-velocity and their average.
+start. `output` or a rate given take the schedule above. State: the weights, their velocity and
+their average.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -34,8 +34,7 @@ import numpy as np
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.convex.solvers.updates import UpdateRule, check_rule
-from noshuffle.errors import InvalidInput, one_of, positive, whole
+from noshuffle.errors import one_of, positive, whole
 from noshuffle.strategies import identity
 
 _MOST_STEPS = 1024
@@ -47,19 +46,16 @@ def dp_gd(
     *,
     steps: int | None = None,
     learning_rate: float | None = None,
-    rule: UpdateRule | None = None,
     output: str | None = None,
 ) -> Solution:
-    """T noisy full-gradient steps; with a `rule` the private gradient drives Adam or another.
+    """T noisy full-gradient steps.
 
     Guarantees: the statement covers all T noisy gradients, hence every iterate; convexity is not
     needed for it (only for the rate). Step sizes come from public numbers.
     """
     problem.require("DP-GD", convex=False)
-    if rule is not None:
-        check_rule(rule)
     loss = problem.loss
-    is_plain = output is None and rule is None and learning_rate is None and loss.is_convex
+    is_plain = output is None and learning_rate is None and loss.is_convex
     output = "average" if output is None else output
     one_of(OUTPUTS, output=output)
     if is_plain and loss.is_smooth and loss.smoothness > 0:
@@ -71,23 +67,16 @@ def dp_gd(
     whole(steps=steps)
     deviation = math.sqrt(steps) * reach / mu
     bound = math.sqrt((loss.lipschitz + loss.ridge * radius) ** 2 + d * deviation**2)
-    if rule is not None and learning_rate is not None:
-        raise InvalidInput("give either rule or learning_rate, not both")
     rate = radius / (bound * math.sqrt(steps)) if learning_rate is None else learning_rate
     positive(learning_rate=rate)
     release = problem.sums(identity(), steps=steps, scale=deviation)
     w, average = problem.start(), np.zeros(d)
-    state = rule.init(d) if rule is not None else ()
     for t in range(1, steps + 1):
         g = release(problem.gradient(w) / n) + loss.ridge * w
-        if rule is not None:
-            move, state = rule.update(g, state, w)
-        elif output == "average":
-            move = -rate * g
-        else:  # α_t = c/√t with the same total length of steps
-            move = -rate * math.sqrt(steps / t) * g
         average += w / steps
-        w = problem.domain.project(w + move)
+        # The last iterate needs α_t = c/√t, with the same total length of steps.
+        decay = 1.0 if output == "average" else math.sqrt(steps / t)
+        w = problem.domain.project(w - rate * decay * g)
     final = average if output == "average" else w
     return _told(problem, final, steps=steps, deviation=deviation, rate=rate)
 

@@ -1,17 +1,16 @@
-"""DP-SGD by Poisson sampling on a loss object, with any update rule on the private gradient.
+"""DP-SGD by Poisson sampling on a loss object.
 
     batch_t: every row by its own secret coin of probability q
     ĝ_t = (Σ_{batch} g_i + N(0, (zL)² I)) / (qn)           divided by a constant, not by |batch|
-    w_{t+1} = Π_K(w_t + rule(ĝ_t))
+    w_{t+1} = Π_K(w_t − η ĝ_t)
 
 Abadi et al. 2016, accounted by the privacy-loss distribution (`accounting.fourier`). The bound L of
 the loss takes the place of clipping. Neighbours: a row is zeroed out, which has the privacy loss of
-adding or removing it while n, the constant in the divisor, stays the same. Adam, AdamW and
-Adafactor of `updates` are post-processing.
+adding or removing it while n, the constant in the divisor, stays the same.
 
 This solver needs sampling, which the rest of this library does without: it is here to compare with.
 
-State: the weights, the state of the rule, the average.
+State: the weights and their average.
 
 >>> from noshuffle.convex.losses import logistic
 >>> from noshuffle.convex.solvers.domains import Ball
@@ -30,8 +29,7 @@ import numpy as np
 
 from noshuffle.convex.solvers.base import OUTPUTS, Solution
 from noshuffle.convex.solvers.problem import Problem, solver
-from noshuffle.convex.solvers.updates import Sgd, UpdateRule, check_rule
-from noshuffle.errors import one_of, unit_rate, whole
+from noshuffle.errors import one_of, positive, unit_rate, whole
 from noshuffle.participation import Poisson
 
 
@@ -41,10 +39,10 @@ def dp_sgd(
     *,
     rate: float,
     steps: int,
-    rule: UpdateRule | None = None,
+    learning_rate: float | None = None,
     output: str = "average",
 ) -> Solution:
-    """Poisson-sampled DP-SGD; `rule` defaults to SGD with the step size of the convex bound.
+    """Poisson-sampled DP-SGD; `learning_rate` defaults to the step size of the convex bound.
 
     Guarantees: the statement (zero-out neighbours) covers every iterate. The coins come from
     the same secret stream as the noise. An empty batch still releases noise.
@@ -57,18 +55,17 @@ def dp_sgd(
     plan = problem.plan(Poisson(steps, rate), "identity")
     expected = rate * n
     deviation = plan.noise_multiplier * loss.lipschitz / expected
-    if rule is None:
+    if learning_rate is None:
         spread = loss.lipschitz**2 * (1 + 1 / expected) + d * deviation**2
-        rule = Sgd(problem.radius / math.sqrt(steps * spread))
-    check_rule(rule)
+        learning_rate = problem.radius / math.sqrt(steps * spread)
+    positive(learning_rate=learning_rate)
     release = problem.sums(plan.strategy, steps=steps, scale=deviation)
-    w, average, state = problem.start(), np.zeros(d), rule.init(d)
+    w, average = problem.start(), np.zeros(d)
     for _ in range(steps):
         chosen = np.flatnonzero(problem.draws.coins(rate, n))
         g = release(problem.gradient(w, chosen) / expected) + loss.ridge * w
-        move, state = rule.update(g, state, w)
         average += w / steps
-        w = problem.domain.project(w + move)
+        w = problem.domain.project(w - learning_rate * g)
     return problem.solution(
         average if output == "average" else w,
         {"noise": deviation, "steps": float(steps), "rate": rate},
