@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import torch
 
-from noshuffle.noise import fused, lazy_kernels, triton_kernels
+from noshuffle.noise import fused, triton_kernels
 
 
 class Pointer:
@@ -157,13 +157,8 @@ def numpy_triton() -> Iterator[None]:
     """The noise kernels by the language above."""
     program = [0]
     with pytest.MonkeyPatch.context() as patch:
-        for module, kernels in (
-            (triton_kernels, ["add_noise"]),
-            (lazy_kernels, ["normals", "advance"]),
-        ):
-            patch.setattr(module, "tl", language(program))
-            for kernel in kernels:
-                patch.setattr(module, kernel, Launcher(getattr(module, kernel), program))
+        patch.setattr(triton_kernels, "tl", language(program))
+        patch.setattr(triton_kernels, "add_noise", Launcher(triton_kernels.add_noise, program))
         names = {torch.float32: np.float32, torch.float64: np.float64}
         patch.setattr(fused, "_element", lambda dtype: names[dtype])
         yield

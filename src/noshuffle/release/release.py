@@ -38,7 +38,7 @@ from torch import Tensor
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.norm_histogram import CountingClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positive
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import account, digest, tags
@@ -175,8 +175,8 @@ class Release(RunState):
     def digest(self, values: Mapping[str, Tensor], also: Sequence[Tensor] = ()) -> Later:
         """The keyed digest of a clipped sum: at once in ordinary memory, later on a device.
 
-        `also`: what else the noise of the step goes onto (a count, rows of a sparse table). A clip
-        norm that moves goes in too: the noise is a multiple of it.
+        `also`: what else the noise of the step goes onto (a count). A clip norm that moves goes in
+        too: the noise is a multiple of it.
         """
         group = [*(values[name] for name in sorted(values)), *also]
         if self.threshold.is_adaptive:
@@ -323,11 +323,6 @@ class Release(RunState):
         step = self.step
         if step >= self.released:
             raise InvalidInput(f"step {step} was not released, so there is nothing to pass over")
-        if self._tables:
-            raise Unsupported(
-                f"step {step} was released with a sparse table, which cannot pass over a step; "
-                "repeat it exactly, or fork the run"
-            )
         self.ledger.note("skip", step=step)
         self.noise.add_({n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()})
         return step
