@@ -80,7 +80,7 @@ def _operator(name: str) -> Callable[[Value, Any], Any]:
 
 for _name in ("add", "radd", "sub", "rsub", "mul", "rmul", "and", "rand", "or", "ror", "xor"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
-for _name in ("lshift", "rshift", "floordiv", "mod", "lt", "le", "gt", "ge", "eq", "ne"):
+for _name in ("lshift", "rshift", "lt", "le", "gt", "ge", "eq", "ne"):
     setattr(Value, f"__{_name}__", _operator(f"__{_name}__"))
 
 
@@ -109,7 +109,7 @@ def fma(a: Any, b: Any, c: Any) -> Value:
 
 def language(program: list[int]) -> SimpleNamespace:
     """What kernels know as `tl`; `program` holds the number of the one that runs."""
-    kinds = ("int16", "int32", "int64", "uint32", "uint64", "float32", "float64")
+    kinds = ("int32", "int64", "uint32", "uint64", "float32", "float64")
     return SimpleNamespace(
         **{kind: getattr(np, kind) for kind in kinds},
         constexpr=int,

@@ -76,7 +76,6 @@ class Release(RunState):
         source: Source | None = None,
         facts: Mapping[str, str] | None = None,
         budget: account.Account | None = None,
-        noise_memory: str = "device",
     ) -> Release:
         """Begin a run, or come back to the one in the folder `run`.
 
@@ -87,7 +86,6 @@ class Release(RunState):
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
             budget: what all runs on the same data draw on (`noshuffle.Budget`).
-            noise_memory: where noise buffers lie (`noise.hosted`, `noise.compact`).
         """
         if not isinstance(divisor, BySteps):
             positive(divisor=divisor)
@@ -98,8 +96,7 @@ class Release(RunState):
         make = partial(Ledger, plan.guarded, unit=plan.unit)
         opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
         try:
-            more: dict[str, Any] = {"facts": facts, "noise_memory": noise_memory}
-            return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, **more)
+            return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)
         except BaseException as error:
             opened.give_up(plan, is_refused=isinstance(error, NoshuffleError))
             raise

@@ -51,7 +51,6 @@ class RunState(OneOwner):
         device: torch.device,
         starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
-        noise_memory: str = "device",
     ) -> None:
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
         self.ledger, self.ancestors = opened.ledger, opened.ancestors
@@ -80,7 +79,6 @@ class RunState(OneOwner):
             steps=plan.steps,
             device=device,
             starts=starts,
-            memory=noise_memory,
         )
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back
