@@ -72,12 +72,6 @@ CPU = (
         "rounds/s",
     ),
     Compared(
-        "lazy_noise",
-        "--device cpu --rows 10000 100000 1000000",
-        "--device cpu --rows 10000 --repeat 5",
-        "lazy|schedule|eager|release",
-    ),
-    Compared(
         "many_runs",
         "--device cpu --threads 2 --rounds 3",
         "mlp --device cpu --runs 1 8 --rounds 2",
@@ -100,12 +94,6 @@ GPU = (
     ),
     Compared(
         "many_runs", "--device cuda --rounds 3", "mlp --runs 1 8 --rounds 3", "ms a step.*", names=2
-    ),
-    Compared(
-        "lazy_noise",
-        "--device cuda --rows 100000 1000000 10000000",
-        "--device cuda --rows 1000000 --repeat 10",
-        "lazy|schedule|unfused|eager|release",
     ),
     Compared(
         "huggingface_gpu",

@@ -62,12 +62,6 @@ CPU = (
     ),
     job("Normals and noise", "noise_cpu", "--threads 1 2", "--numbers 1000000 --repeat 5"),
     job("Noise of a step beside peers", "noise_peers", "", "--count 1000000"),
-    job(
-        "Lazy noise for sparse tables",
-        "lazy_noise",
-        "--device cpu --rows 10000 100000 1000000",
-        "--device cpu --rows 10000 100000 --repeat 5",
-    ),
     job("Many ranks", "distributed", "--ranks 1 2", "--ranks 1 2 --rounds 4"),
     job("Many runs at once", "many_runs", "--device cpu", "mlp --device cpu --runs 1 8 --rounds 3"),
     job(
@@ -123,12 +117,6 @@ GPU = (
         "huggingface_gpu",
         "--peers",
         "--dtypes bf16 --rounds 3",
-    ),
-    job(
-        "Lazy noise for sparse tables",
-        "lazy_noise",
-        "--device cuda --rows 100000 1000000 10000000",
-        "--device cuda --rows 1000000 --repeat 10",
     ),
     job(
         "Many runs at once",

@@ -77,9 +77,6 @@ def speed(count: int, *, has_peers: bool = True) -> None:
             ours[name], moves, buffers = time_step(recipe, value)
             line(f"noshuffle, {name}", ours[name], moves, buffers)
             least[name] = moves / 8 * copied
-    with row("compact"):
-        ms, moves, buffers = time_step(BLT_4, value, is_compact=True)
-        line("noshuffle, BLT, 4 buffers of 16 bits", ms, moves, buffers / 2)
     with row("bf16"):
         low = torch.zeros(count, device=DEVICE, dtype=torch.bfloat16)
         ms, moves, buffers = time_step(RECIPES["independent"], low)

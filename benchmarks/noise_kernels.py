@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from noshuffle.noise import test_source
-from noshuffle.noise.compact import CompactPlans
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import DEVICE_CHUNK, TILE
 from noshuffle.noise.layout import Layout
@@ -54,18 +52,13 @@ def fused_of(
     steps: int,
     tiles: int | None = None,
     warps: int = 4,
-    is_compact: bool = False,
 ) -> Fused:
-    """The kernel and its tables for tensors of these shapes; buffers of 16 bits if compact."""
+    """The kernel and its tables for tensors of these shapes."""
     plans, source = StepPlans.of(recipe), test_source(seed="bench", kind="philox")
-    compact = CompactPlans.of(recipe, plans) if is_compact else None
-    plans = compact.plans if compact else plans
     layout = Layout.of(shapes, chunk_tiles=DEVICE_CHUNK)
-    kept = torch.int16 if compact else torch.float32
-    state = torch.zeros((plans.buffers, layout.tiles, TILE), dtype=kept, device=DEVICE)
+    state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     return Fused(
         plans,
-        compact=compact,
         layout=layout,
         source=source,
         state=state,
@@ -112,13 +105,11 @@ def time_step(
     warps: int = 4,
     at: int | None = None,
     steps: int = 100_000,
-    is_compact: bool = False,
 ) -> tuple[float, float, int]:
     """Milliseconds and bytes per parameter of a step (a tree: mean over 64 steps), and buffers."""
     plans, shapes = StepPlans.of(recipe), {"w": (value.numel(),)}
     horizon = plans.horizon or steps
-    form: Any = {"tiles": tiles, "warps": warps, "is_compact": is_compact}
-    fused = fused_of(recipe, shapes, steps=horizon, **form)
+    fused = fused_of(recipe, shapes, steps=horizon, tiles=tiles, warps=warps)
     if isinstance(recipe, Forest):
         first = 1 if at is None else at
         fused.add_({"w": value}, step=first - 1)
@@ -133,5 +124,4 @@ def time_step(
     first = min(2000, horizon // 2) if at is None else at  # by default past the lag of every tap
     step = iter(range(first, horizon))
     ms = median_ms(lambda: fused.add_({"w": value}, step=next(step)))
-    bytes_moved = moved(plans.at(first))
-    return ms, 8 + (bytes_moved - 8) / (2 if is_compact else 1), plans.buffers
+    return ms, moved(plans.at(first)), plans.buffers

@@ -2,7 +2,6 @@
 
     python benchmarks/transformer_gpu.py --shape gpt2-small --dtype bf16 tf32 --peers
     python benchmarks/transformer_gpu.py --shape 1.3b --dtype bf16 --optimizer adamw
-    python benchmarks/transformer_gpu.py --shape 1.3b --only fast --noise-memory host
 
 One process, same shapes and tokens; wall time with the device waited for, rounds of all rows in
 turn (`gpu_rows`; one row after the other for the 1.3 B shape), memory is torch's peak of allocated
@@ -37,7 +36,6 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss
-from noshuffle.noise.hosted import PLACES
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt
@@ -79,7 +77,6 @@ class Saved(nn.Module):
 class Case:
     """A model shape in a precision, on a device."""
 
-    noise_memory = "device"
     buffers = 4
 
     def __init__(
@@ -146,7 +143,6 @@ class Case:
             clip_norm=1.0,
             batch_size=self.shape.batch,
             engine=engine,
-            noise_memory=self.noise_memory,
         )
         return lambda: private.step(self.loss, self.x, self.y)
 
@@ -231,10 +227,9 @@ def main() -> None:
     parser.add_argument("--only", default="clipped,private", help="parts of the names of rows")
     parser.add_argument("--peers", action="store_true", help="also run those that are there")
     parser.add_argument("--checkpoint", action="store_true", help="activation checkpointing")
-    parser.add_argument("--noise-memory", choices=PLACES, default="device")
     parser.add_argument("--buffers", type=int, choices=range(1, 5), default=4, help="of the noise")
     chosen = parser.parse_args()
-    Case.noise_memory, Case.buffers = chosen.noise_memory, chosen.buffers
+    Case.buffers = chosen.buffers
     warnings.filterwarnings("ignore")
     peers.look_in_folder()
     torch.set_float32_matmul_precision("high")

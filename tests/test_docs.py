@@ -29,7 +29,6 @@ ALONE = (
     "docs/compiled-step.md",
     "docs/features.md",
     "docs/federated.md",
-    "docs/lazy-noise.md",
     "docs/studies.md",
     "docs/guides/horizons.md",
     "docs/guides/mechanism.md",

@@ -9,20 +9,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 import noshuffle.auditing
 import noshuffle.strategies as st
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED
 from noshuffle.auditing.curve import delta_of, epsilon_of
-from noshuffle.auditing.emitted import emitted_rows
 from noshuffle.auditing.prefixes import audit_plan, whitening
 from noshuffle.auditing.signs import directions
 from noshuffle.auditing.worst import worst
 from noshuffle.cli import main
 from noshuffle.errors import Unsupported
-from noshuffle.noise.lazy import LazyNoise
-from noshuffle.noise.source import test_source as fixed_source
 from noshuffle.participation import (
     Epochs,
     MinSeparation,
@@ -216,44 +212,6 @@ def test_a_row_without_noise_of_its_own_is_no_protection() -> None:
     plan = Plan.fit(SinglePass(3), mechanism="sqrt", noise_multiplier=0.0)
     assert audit_plan(plan).answer == HOLDS  # an infinite ε is stated
     assert audit_plan(plan, stated=dict.fromkeys(range(1, 4), 5.0)).answer == REFUTED
-
-
-class UnitNormals:
-    """In place of `RowDraws`: normal i of the current touch is 2²⁰ times a unit vector."""
-
-    def __init__(self, width: int) -> None:
-        self.width, self.first = width, 0
-
-    def normals_and_coins(self, rows, *, step, first=None):
-        count = (first or 0) // self.width
-        found = torch.zeros(1, count, self.width)
-        for i in range(count):
-            found[0, i, self.first + i] = 2.0**20
-        return found.view(1, -1), torch.zeros(1, self.width)
-
-
-def lazy_covariance(recipe, touches: list[int], *, steps: int) -> np.ndarray:
-    """Covariance of what a row of a sparse table receives at its touches, one coordinate a draw."""
-    probe = LazyNoise(recipe, fixed_source(seed=0), (1, 1), scale=1.0, steps=steps, name="unit")
-    per = probe.buffers + 1
-    shape = (1, len(touches) * per)
-    noise = LazyNoise(recipe, fixed_source(seed=0), shape, scale=1.0, steps=steps, name="unit")
-    noise._draws = draws = UnitNormals(shape[1])  # the only part of it that is random
-    rows = []
-    for touch in touches:
-        rows.append(noise.touch_(torch.tensor([0]), touch).view(-1).double().numpy() / 2.0**20)
-        draws.first += per
-    return np.array(rows) @ np.array(rows).T
-
-
-@pytest.mark.parametrize("touches", [[0, 1, 5, 9, 19], [19], [3, 4, 18]])
-def test_lazy_noise_has_the_law_of_sums_of_eager_rows(touches: list[int]) -> None:
-    recipe = st.blt((0.95, 0.5), (0.2, 0.3)).recipe(20)
-    rows = emitted_rows(recipe, steps=20)
-    firsts = [0, *(touch + 1 for touch in touches)]
-    sums = np.array([rows[a : b + 1].sum(axis=0) for a, b in zip(firsts, touches)])
-    found = lazy_covariance(recipe, touches, steps=20)
-    np.testing.assert_allclose(found, sums @ sums.T, atol=2e-6)
 
 
 def test_a_long_run_is_audited_from_its_beginning() -> None:

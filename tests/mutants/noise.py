@@ -12,41 +12,7 @@ RING = ("tests/noise/test_ring.py",)
 #: Loops in C that disagree with their twins are never used, and this is where that is noticed.
 TWINS = ("tests/test_c_library.py::test_what_is_built_here_agrees_with_its_twin",)
 
-COMPACT = ("tests/noise/test_compact.py",)
-
 NOISE = (
-    Mutant(
-        "buffers of 16 bits rounded without a dither",
-        "noise/compact.py",
-        "return ((half & 0xFFFF).to(torch.float32) - 32767.5) * 2.0**-16",
-        "return (half & 0).to(torch.float32)",
-        TWINS + COMPACT,
-        "correlation",
-    ),
-    Mutant(
-        "the same dithers in every step",
-        "noise/compact.py",
-        "found = FIRST_ROW + draw * ROWS",
-        "found = FIRST_ROW",
-        COMPACT,
-        "correlation",
-    ),
-    Mutant(
-        "a dither that is not taken off again",
-        "noise/compact.py",
-        "s = (k.to(torch.float32) - dither(words, buffer=buffer)).mul_(spacing)",
-        "s = k.to(torch.float32).mul_(spacing)",
-        TWINS + COMPACT,
-        "correlation",
-    ),
-    Mutant(
-        "buffers of 16 bits that are cut off at the ends of their range, in the C loop",
-        "native/noise.c",
-        "k[j] = fabsf(s) <= 32767.0f ? (int16_t)s : INT16_MIN;",
-        "k[j] = (int16_t)fminf(fmaxf(s, -32767.0f), 32767.0f);",
-        TWINS + COMPACT,
-        "correlation",
-    ),
     Mutant(
         "noise two thirds as large, chunk by chunk",
         "noise/chunk_step.py",

@@ -42,17 +42,13 @@ RECIPES: dict[str, Recipe] = {
 }
 
 
-BUFFERED = [name for name, recipe in RECIPES.items() if isinstance(recipe, Buffered)]
-MEMORIES = [*((name, "device") for name in RECIPES), *((name, "compact") for name in BUFFERED)]
-
-
-@pytest.mark.parametrize(("name", "memory"), MEMORIES)
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("kind", ["aes", "philox"])
-def test_covariance(name: str, memory: str, kind: str) -> None:
+def test_covariance(name: str, kind: str) -> None:
     recipe = RECIPES[name]
     source = test_source(seed="covariance", kind=kind)
     shapes = {"w": (SIZE // 2,), "b": (SIZE // 4,), "v": (SIZE // 4,)}
-    stream = NoiseStream(recipe, source, shapes, scale=SCALE, steps=N, memory=memory)
+    stream = NoiseStream(recipe, source, shapes, scale=SCALE, steps=N)
     released = []
     for _ in range(N):
         values = {key: torch.zeros(shape) for key, shape in shapes.items()}

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from noshuffle.errors import Unsupported
-from noshuffle.noise import NoiseStream, Source, hosted, test_source
+from noshuffle.noise import NoiseStream, Source, test_source
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device here")
@@ -48,32 +47,6 @@ def test_streams_are_bit_identical_and_resume_across_devices(name: str, has_ring
         for key in SHAPES:
             assert torch.equal(values["cpu"][key], values["cuda"][key].cpu())
         streams["cuda"].load_state_dict(streams["cpu"].state_dict())
-
-
-@pytest.mark.parametrize("name", RECIPES)
-@pytest.mark.parametrize("kind", ["aes", "philox"])
-def test_buffers_on_the_host_do_not_change_a_bit(
-    name: str, kind: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosted, "BLOCK_TILES", 16)
-    source = test_source(seed="cuda", kind=kind)
-    more = {"scale": 0.3, "steps": 9, "device": "cuda"}
-    here, there = (
-        NoiseStream(RECIPES[name], source, SHAPES, memory=where, **more)  # type: ignore[arg-type]
-        for where in ("device", "host")
-    )
-    for step in range(8):
-        values = [{k: torch.ones(s, device="cuda") for k, s in SHAPES.items()} for _ in "ab"]
-        here.add_(values[0])
-        there.add_(values[1])
-        assert all(torch.equal(values[0][key], values[1][key]) for key in SHAPES)
-        if step == 4:
-            there.load_state_dict(here.state_dict())
-    kept, saved = here.state_dict()["buffers"], there.state_dict()["buffers"]
-    assert all(torch.equal(kept[key], saved[key]) for key in kept)
-    if there.buffers:
-        with pytest.raises(Unsupported):
-            there.prepare(values[1])
 
 
 def test_auto_is_philox_on_cuda() -> None:

@@ -19,9 +19,8 @@ from torch import Tensor
 
 import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import LazyNoise, NoiseStream, Source, native, test_source
+from noshuffle.noise import NoiseStream, Source, native, test_source
 from noshuffle.noise.grid import grid_step
-from noshuffle.noise.lazy_fused import lazy_noise
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.strategies.recipe import (
     Buffered,
@@ -336,55 +335,3 @@ def test_a_state_of_version_0_1_loads() -> None:
     stream_of(recipe, renewed).load_state_dict(old)
     with pytest.raises(InvalidInput, match="other later keys"):
         stream_of(recipe, Source(key("ring")).rekeyed(2, key("second"))).load_state_dict(old)
-
-
-def lazy_of(source: Source, **settings: Any) -> LazyNoise:
-    settings = {"scale": SCALE, "steps": N, "name": "table"} | settings
-    return lazy_noise(Buffered((0.9, 0.5), (-0.2, -0.1)), source, (40, 500), **settings)
-
-
-@pytest.mark.parametrize("kind", ["aes", "philox"])
-def test_lazy_noise_of_two_continuations(kind: str) -> None:
-    """Sums over all steps have the eager variance; rows that slept share nothing."""
-    recipe = Buffered((0.9, 0.5), (-0.2, -0.1))
-    sums = []
-    for life in ("one", "other"):
-        noise = lazy_of(Source(key("lazy"), kind).rekeyed(5, key(life)))
-        total = torch.zeros(40, 500)
-        total[:20] += noise.touch_(torch.arange(20), 4)
-        sums.append(noise.flush_(N - 1, out=total).double().numpy().reshape(2, -1))
-    variance = SCALE**2 * (materialize(recipe, N).sum(axis=0) ** 2).sum()
-    count = sums[0].shape[1]
-    for total in sums:
-        for part in total:
-            assert abs((part**2).mean() / variance - 1) < 7 * math.sqrt(2 / count) + 1e-4
-            assert abs(((1.5 * part) ** 2).mean() / variance - 1) > 1
-    correlations = [(a * b).mean() / variance for a, b in zip(*sums)]
-    assert abs(correlations[1]) * math.sqrt(count) < 7
-    assert correlations[0] > 0.1  # the touch at step 4 is the same in both
-
-
-def touched(noise: LazyNoise, steps: range) -> list[Tensor]:
-    """A touch of other rows each step, and a flush."""
-    return [noise.touch_(torch.arange(40)[t % 3 :: 3], t) for t in steps]
-
-
-@pytest.mark.parametrize("kind", ["aes", "philox"])
-def test_lazy_noise_takes_the_key_of_its_step(kind: str) -> None:
-    first = Source(key("lazy"), kind)
-    straight = lazy_of(first)
-    before = touched(straight, range(5))
-    state = straight.state_dict()
-    made = []
-    for life in ("one", "other"):
-        source = first.rekeyed(5, key(life))
-        again = lazy_of(source)
-        assert all(torch.equal(a, b) for a, b in zip(touched(again, range(5)), before))
-        went_on = lazy_of(source)
-        went_on.load_state_dict(state)
-        parts = [torch.cat(touched(n, range(5, N))) for n in (again, went_on)]
-        assert torch.equal(*parts)
-        made.append(parts[0].flatten().double().numpy())
-    assert not np.array_equal(*made)
-    with pytest.raises(InvalidInput, match="other later keys"):
-        lazy_of(first.rekeyed(4, key("one"))).load_state_dict(state)

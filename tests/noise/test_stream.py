@@ -6,6 +6,7 @@ import threading
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,7 +16,8 @@ from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
-from noshuffle.noise import NoiseStream, Source, grid, hosted, test_source
+from noshuffle.noise import NoiseStream, Source, grid, test_source
+from noshuffle.noise.fused import Fused
 from noshuffle.noise.step_plan import StepPlans, fingerprint, grid_of
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.noise.words import AesWords
@@ -167,26 +169,6 @@ def test_shards_threads_and_order_do_not_change_a_bit(name: str) -> None:
         part = run(stream_of(name, shapes=shard, starts={"w": start}), 6, shard)
         for values, full in zip(part, whole):
             assert torch.equal(values["w"], full["w"].view(-1)[start:stop])
-
-
-@every_recipe
-def test_buffers_on_the_host_do_not_change_a_bit(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hosted, "BLOCK_TILES", 3)
-    shapes, kinds = {"w": (7, 1000), "v": (40,), "none": (0,), "x": (5000,)}, ("aes", "philox")
-    for kind in kinds:
-        more = {"shapes": shapes, "starts": {"x": 1500}, "source": test_source(seed=2, kind=kind)}
-        here, there = (stream_of(name, memory=m, **more) for m in ("device", "host"))
-        assert (there._hosted is not None) == (there.buffers > 0)
-        assert same(run(here, 4, shapes), run(there, 4, shapes))
-        kept, saved = here.state_dict(), there.state_dict()
-        assert all(torch.equal(kept["buffers"][k], saved["buffers"][k]) for k in kept["buffers"])
-        resumed = stream_of(name, memory="host", **more)
-        resumed.load_state_dict(kept)
-        assert same(run(here, 2, shapes), run(resumed, 2, shapes))
-    with pytest.raises(InvalidInput, match="noise_memory"):
-        stream_of(name, memory="disk")
 
 
 def test_the_torch_form_is_bit_identical_to_the_c_loops(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -385,7 +367,12 @@ def test_counters_on_the_device_are_set_anew_after_loading() -> None:
     stream.add_({"w": torch.zeros(5)})
     later = stream.state_dict()  # one step is released: what a twin of this run may have saved
     fresh = NoiseStream(RECIPES["sums"], source, {"w": (5,)}, scale=1.0, steps=N)
-    fresh._fused = fresh._kernel(fresh._layout, fresh._state)
+    parts: dict[str, Any] = {
+        "layout": fresh._layout,
+        "source": fresh._source,
+        "state": fresh._state,
+    }
+    fresh._fused = Fused(fresh._plans, **parts, scale=1.0, steps=N)
     fresh.announce(counts_itself=True)  # the graph would have moved both counters to 1, and did not
     assert fresh._fused._clock.tolist() == [0, 0]
     fresh.load_state_dict(later)

@@ -17,7 +17,6 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source, test_source
-from noshuffle.noise.compact import NOT_A_NUMBER, CompactPlans
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, TILE
 from noshuffle.noise.layout import Layout
@@ -34,7 +33,7 @@ def why_not() -> str:
     """Why the kernel cannot be run here, or nothing."""
     if HAS_GPU or not HAS_TRITON:
         return ""
-    fused, _ = fused_of(FeedForward((1.0,)))
+    fused = fused_of(FeedForward((1.0,)))
     try:
         fused.add_({name: value.view(-1) for name, value in values_of(0, {}).items()}, step=0)
     except Exception as error:
@@ -97,24 +96,17 @@ def source_of(ring: Sequence[int]) -> Source:
     return source
 
 
-def twin_of(recipe: Recipe, ring: Sequence[int] = (), *, memory: str = "device") -> NoiseStream:
+def twin_of(recipe: Recipe, ring: Sequence[int] = ()) -> NoiseStream:
     source = source_of(ring)
-    return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N, starts=STARTS, memory=memory)
+    return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N, starts=STARTS)
 
 
-def fused_of(
-    recipe: Recipe, ring: Sequence[int] = (), *, memory: str = "device", **settings: object
-) -> tuple[Fused, Tensor]:
+def fused_of(recipe: Recipe, ring: Sequence[int] = (), **settings: object) -> Fused:
     plans, source = StepPlans.of(recipe), source_of(ring)
     layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
-    kept = torch.float32
-    if memory == "compact":
-        compact = CompactPlans.of(recipe, plans)
-        plans, kept, settings["compact"] = compact.plans, torch.int16, compact
-    state = torch.zeros((plans.buffers, layout.tiles, TILE), dtype=kept, device=DEVICE)
+    state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     settings = {"scale": SCALE, "steps": N} | settings
-    fused = Fused(plans, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]
-    return fused, state
+    return Fused(plans, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]
 
 
 def both(
@@ -122,13 +114,12 @@ def both(
     *,
     steps: Sequence[int] = range(N),
     ring: Sequence[int] = (),
-    memory: str = "device",
     **settings: object,
 ) -> list[tuple[Tensor, Tensor]]:
     dtypes = settings.pop("dtypes", {})
     assert isinstance(dtypes, dict)
-    twin = twin_of(recipe, ring, memory=memory)
-    fused, _ = fused_of(recipe, ring, memory=memory, **settings)
+    twin = twin_of(recipe, ring)
+    fused = fused_of(recipe, ring, **settings)
     pairs = []
     for step in steps:
         expected = values_of(step, dtypes)
@@ -161,15 +152,6 @@ def test_bits_of_the_torch_path_under_a_ring_of_keys(name: str, ring: tuple[int,
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["blt", "blt with taps and gains"])
-@pytest.mark.parametrize("ring", [(), (0,), (1, 2, 5)])
-def test_bits_of_compact_buffers(name: str, ring: tuple[int, ...]) -> None:
-    """Dithers of a buffer are under the key of the step that wrote it, as in the torch path."""
-    for expected, got in both(RECIPES[name], ring=ring, memory="compact", tiles=2):
-        assert torch.equal(expected, got)
-
-
-@needs_triton
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 def test_tiles_of_a_program_do_not_matter(tiles: int) -> None:
     for expected, got in both(RECIPES["blt"], steps=range(3), tiles=tiles):
@@ -193,7 +175,7 @@ def test_other_types_beside_float32(dtype: torch.dtype) -> None:
 def test_steps_can_be_left_and_taken_up_again() -> None:
     """The counter follows the step that is asked for, as after a checkpoint was loaded."""
     expected, got = (dict[int, Tensor]() for _ in range(2))
-    twin, (fused, _) = twin_of(RECIPES["banded inverse"]), fused_of(RECIPES["banded inverse"])
+    twin, fused = twin_of(RECIPES["banded inverse"]), fused_of(RECIPES["banded inverse"])
     for step in range(4):
         values = values_of(0, {})
         twin.add_(values)
@@ -205,46 +187,33 @@ def test_steps_can_be_left_and_taken_up_again() -> None:
         assert torch.equal(got[step], expected[step])
 
 
-MEMORIES = [("identity", "device"), ("blt", "device"), ("honaker", "device"), ("blt", "compact")]
-
-
 @needs_triton
-@pytest.mark.parametrize(("name", "memory"), MEMORIES)
+@pytest.mark.parametrize("name", ["identity", "blt", "honaker"])
 @pytest.mark.parametrize("ring", [(), (2, 4)])
-def test_a_step_that_was_not_announced_gives_nan(
-    name: str, memory: str, ring: tuple[int, ...]
-) -> None:
-    fused, state = fused_of(RECIPES[name], ring, memory=memory)
+def test_a_step_that_was_not_announced_gives_nan(name: str, ring: tuple[int, ...]) -> None:
+    fused = fused_of(RECIPES[name], ring)
     values = {n: v.to(DEVICE).view(-1) for n, v in values_of(0, {}).items()}
     fused.add_(values, step=0)
     assert all(bool(torch.isfinite(value).all()) for value in values.values())
     fused._clock[0].add_(1)  # what one replay too many does
     fused.add_(values, step=1)
     assert all(bool(torch.isnan(value).all()) for value in values.values())
-    if memory == "compact":
-        assert bool((state == NOT_A_NUMBER).all())
-        fused.forget()
-        values = {n: v.to(DEVICE).view(-1) for n, v in values_of(0, {}).items()}
-        fused.add_(values, step=2)
-        assert all(bool(torch.isnan(value).all()) for value in values.values())
 
 
 @needs_triton
 def test_more_steps_than_there_are_cannot_be_announced() -> None:
-    fused, _ = fused_of(RECIPES["identity"])
+    fused = fused_of(RECIPES["identity"])
     fused.announce(step=2, count=N - 2)
     with pytest.raises(InvalidInput, match="at most 5 steps"):
         fused.announce(step=2, count=N - 1)
 
 
 @needs_gpu
-@pytest.mark.parametrize(
-    ("name", "memory"), [*((name, "device") for name in RECIPES), ("blt", "compact")]
-)
+@pytest.mark.parametrize("name", RECIPES)
 @pytest.mark.parametrize("ring", [(), (1, 2, 5)])
-def test_replays_of_a_graph_are_the_steps(name: str, memory: str, ring: tuple[int, ...]) -> None:
-    twin = twin_of(RECIPES[name], ring, memory=memory)
-    fused, _ = fused_of(RECIPES[name], ring, memory=memory)
+def test_replays_of_a_graph_are_the_steps(name: str, ring: tuple[int, ...]) -> None:
+    twin = twin_of(RECIPES[name], ring)
+    fused = fused_of(RECIPES[name], ring)
     values = {n: v.to(DEVICE) for n, v in values_of(0, {}).items()}
     flat = {n: v.view(-1) for n, v in values.items()}
     fused.prepare(flat)

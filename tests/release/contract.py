@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tests.kills import child
 from tests.release.driver import DIVISOR, Driver, Spy, first_output, ids_of, rows_of
-from tests.release.other_drivers import Federated, Learning, SolverRun, Sparse, StudyRuns
+from tests.release.other_drivers import Federated, Learning, SolverRun, StudyRuns
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
@@ -134,7 +134,6 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "many ranks": Ranks,
     "PrivateSum": Sums,
     "federated server": Federated,
-    "lazy noise": Sparse,
     "learning stream": Learning,
     "convex solver": SolverRun,
     "study of four runs": StudyRuns,

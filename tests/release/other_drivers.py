@@ -1,4 +1,4 @@
-"""Drivers of the contract suite besides central training: federated, sparse, convex, studies."""
+"""Drivers of the contract suite besides central training: federated, convex, studies."""
 
 from __future__ import annotations
 
@@ -13,7 +13,6 @@ import torch
 from tests.release.driver import DIVISOR, Driver, Spy, first_output
 from torch import nn
 
-from noshuffle.clipping import Flat, Ghost
 from noshuffle.convex.losses import hinge
 from noshuffle.convex.phases import Phase, PhaseBudget, make_phase
 from noshuffle.convex.saved import MODEL, STREAM, read_stream, write_stream
@@ -21,10 +20,9 @@ from noshuffle.convex.solvers import ftrl
 from noshuffle.convex.stream import LearningStream
 from noshuffle.errors import ParticipationViolation
 from noshuffle.federated import Rounds, ServerOptimizer
-from noshuffle.noise import Source, SparseSGD
+from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release.release import Release
-from noshuffle.strategies import blt
 from noshuffle.training.many import Setting, Study
 
 #: Rows of a step.
@@ -82,62 +80,6 @@ class Federated(Driver):
 
     def close(self) -> None:
         self.rounds.close()
-
-
-class Sparse(Driver):
-    """Release.begin, half of the sum eager and half in a table with lazy noise, from one clip."""
-
-    only = blt(decays=(0.9, 0.5), scales=(0.1, 0.2))
-
-    def fit(self, plan: Plan) -> Plan:
-        return replace(plan, strategy=self.only)
-
-    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
-        self.half = width // 2
-        self.run = Release.begin(
-            plan, {"head": (self.half,)}, clip=1.0, divisor=DIVISOR, run=folder, source=source
-        )
-        self.ledger, self.engine = self.run.ledger, Spy(Ghost())
-        self.model = nn.Linear(width, 1, bias=False)
-        self.table = torch.zeros(self.half // 4, 4)
-        noise = self.run.table("table", self.table.shape)
-        self.sgd = SparseSGD(noise=noise, lr=1.0, divisor=DIVISOR)
-        state = None if folder is None else self.run.saved()
-        if state is not None:
-            self.run.load_state_dict(state)
-            self.table.copy_(state["model"]["table"])
-
-    @property
-    def at(self) -> int:
-        return int(self.run.step)
-
-    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
-        step, before, every = self.at, self.table.clone(), torch.arange(len(self.table))
-        admission = self.run.admit(step, self.run.identify(ids))
-        self.sgd.read_(self.table, every, step)
-        batch = torch.from_numpy(rows).float(), torch.zeros(len(rows))
-        summed = self.engine.clipped_sum(self.model, first_output, batch, clip=Flat(1.0))
-        head, of_rows = summed.values["weight"].ravel().split(self.half)
-        values = {"head": head.clone()}
-        of_rows = of_rows.reshape(self.table.shape)
-        self.run.close(admission, values, also=[every, of_rows])
-        self.sgd.apply_(self.table, every, of_rows, step)
-        self.sgd.release_(self.table, step)
-        given = torch.cat([values["head"], (before - self.table).ravel()])
-        return given.double().numpy() * DIVISOR
-
-    def epsilon(self) -> float:
-        return float(self.run.epsilon_after(self.run.released))
-
-    def save(self) -> None:
-        self.run.save({**self.run.state_dict(), "model": {"table": self.table}})
-
-    def close(self) -> None:
-        self.run.close_run()
-
-    def door(self) -> Release:
-        found: Release = self.run
-        return found
 
 
 class RowSum:

@@ -106,22 +106,6 @@ def test_a_replay_under_other_names_is_no_second_noise(tmp_path: Path):
         sums.ledger.let_go()
 
 
-def test_a_table_is_there_from_the_first_step_by_its_name(tmp_path: Path):
-    plan = Plan.fit(SinglePass(steps=6), mechanism="blt", noise_multiplier=4.0)
-
-    def run() -> Release:
-        return Release.begin(plan, {"w": (3,)}, clip=1.0, run=tmp_path / "r")
-
-    release = run()
-    release.table("words", (4, 2))
-    give(release, 0, ONE)
-    release.ledger.let_go()
-    again = run()
-    again.table("words", (4, 2))
-    with pytest.raises(InvalidInput, match="before the first step"):
-        again.table("other words", (4, 2))
-
-
 def test_bits_of_another_type_are_another_sum(tmp_path: Path):
     release = begin(tmp_path / "r")
     half = ONE.to(torch.bfloat16)

@@ -10,11 +10,8 @@ from typing import Any
 
 import torch
 from tests.release import folders
-from tests.release.driver import rows_of
-from tests.release.other_drivers import Sparse
 
-from noshuffle.participation import Epochs, FixedSize
-from noshuffle.plan import Plan
+from noshuffle.participation import FixedSize
 from noshuffle.release.checkpoint import saved
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.verify import verify
@@ -42,18 +39,4 @@ def test_a_guessed_state_cannot_be_checked(tmp_path: Path) -> None:
         noted = [note["files"]["state.pt"] for note in evidence.notes("checkpoint")]
     assert hashlib.sha256(guess.getvalue()).hexdigest() not in noted
     assert [state["salt"] for state in states(path)] == [None]
-    assert verify(path).answer == "PROVED", verify(path).words()
-
-
-def test_noise_of_sparse_tables_goes_with_the_keys(tmp_path: Path) -> None:
-    """It tells which rows were touched when, and by its buffers the noise could be taken off."""
-    driver, path = Sparse(), tmp_path / "run"
-    plan = Plan(participation=Epochs(1, 2), strategy=identity(), noise_multiplier=2.0)
-    driver.build(path, driver.fit(plan), None, 16)
-    for step in range(2):
-        driver.step(rows_of(step, 16), list(range(4 * step, 4 * step + 4)))
-        driver.save()
-    assert all(state["tables"] for state in states(path))
-    driver.close()
-    assert [state["tables"] for state in states(path)] == [None, None]
     assert verify(path).answer == "PROVED", verify(path).words()

@@ -19,12 +19,10 @@ from noshuffle.convex import PrivateLogisticRegression
 from noshuffle.errors import ReplayRefused, Unsupported
 from noshuffle.noise import NoiseStream
 from noshuffle.noise import test_source as make_source
-from noshuffle.noise.lazy import LazyNoise
 from noshuffle.participation import MinSeparation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.ledger import Ledger
 from noshuffle.strategies import identity
-from noshuffle.strategies.recipe import Buffered
 from noshuffle.training import privatize
 from noshuffle.training.private import Private
 
@@ -61,11 +59,6 @@ def stream() -> NoiseStream:
     return NoiseStream(identity().recipe(5), make_source(seed=1), {"w": (4,)}, scale=1.0, steps=5)
 
 
-def lazy() -> LazyNoise:
-    recipe = Buffered(decays=(0.9,), scales=(-0.1,))
-    return LazyNoise(recipe, make_source(seed=1), (10, 2), scale=1.0, steps=5, name="table")
-
-
 def learned() -> PrivateLogisticRegression:
     rng = np.random.default_rng(0)
     x = rng.uniform(-1, 1, (60, 2))
@@ -79,7 +72,6 @@ BUILDERS: dict[str, Callable[[], Any]] = {
     "Private": private_of,
     "ServerOptimizer": server,
     "NoiseStream": stream,
-    "LazyNoise": lazy,
     "Ledger": lambda: Ledger(SinglePass(steps=3)),
     "LearningStream": lambda: learned()._stream,
     "Release": lambda: private_of()._parts.release,
@@ -94,7 +86,7 @@ def test_nothing_that_draws_noise_is_copied(name: str, way: Callable[[Any], Any]
     assert "\n" not in str(told.value)
 
 
-@pytest.mark.parametrize("name", ["Private", "ServerOptimizer", "NoiseStream", "LazyNoise"])
+@pytest.mark.parametrize("name", ["Private", "ServerOptimizer", "NoiseStream"])
 def test_not_even_its_outer_shell(name: str) -> None:
     """A shallow copy of a stream has a step counter of its own."""
     with pytest.raises(Unsupported, match=f"a {name} is neither"):
@@ -156,12 +148,11 @@ def test_a_fork_does_not_train(kept: str, tmp_path: Any) -> None:
 @needs_fork
 @quiet
 def test_a_fork_uses_no_other_noise_either() -> None:
-    server_, stream_, lazy_ = server(), stream(), lazy()
+    server_, stream_ = server(), stream()
     values = {"w": torch.zeros(4)}
     works: list[Callable[[], Any]] = [
         lambda: server_.open(["ada"]),
         lambda: stream_.add_(values),
-        lambda: lazy_.touch_(torch.tensor([1]), 0),
     ]
     for work in works:
         assert in_fork(work).startswith("ReplayRefused: this process is a fork")

@@ -1,7 +1,7 @@
 /* The inner loops of the noise.
 
    Operation by operation what gaussian.normals_in_torch_, philox.philox, words.AesWords,
-   native.correlate_, compact and grid say: only integer operations and +, -, x, roots and
+   native.correlate_ and grid say: only integer operations and +, -, x, roots and
    multiply-adds, each exactly rounded (contraction is switched off). add_noise runs them one after
    the other on a tile of 1024 numbers at a time, so that nothing but the buffers and the values
    leaves the first-level cache:
@@ -118,35 +118,6 @@ void correlate(float *restrict y, const float *restrict u, float *const *restric
             if (c != 0) for (int j = 0; j < TILE; j++) v[j] += s[j] * c;
         }
         memcpy(y + at, v, sizeof v);
-    }
-}
-
-/* from half a word to a number between -1/2 and 1/2 */
-static inline float dither(uint32_t half) { return ((float)(half & 0xffff) - 32767.5f) * 0x1p-16f; }
-
-/* buffers of 16 bits; before, after: the words of their dithers, for two buffers each (compact.py) */
-void correlate_compact(float *restrict y, const float *restrict u, int16_t *const *restrict state,
-                       int buffers, const float *inner, const float *decays, const float *spacing,
-                       const uint32_t *const *before, const uint32_t *const *after, float gain,
-                       int64_t tiles) {
-    float v[TILE];
-    for (int64_t at = 0; at < tiles * TILE; at += TILE) {
-        for (int j = 0; j < TILE; j++) v[j] = u[at + j];
-        for (int b = 0; b < buffers; b++) {
-            const uint32_t *was = before[b / 2] + at, *is = after[b / 2] + at;
-            const float c = inner[b], theta = decays[b], q = spacing[b], inverse = 1.0f / q;
-            const int half = b % 2 ? 16 : 0;
-            int16_t *k = state[b] + at;
-            for (int j = 0; j < TILE; j++) {
-                float s = ((float)k[j] - dither(was[j] >> half)) * q;
-                s = k[j] == INT16_MIN ? NAN : s;
-                v[j] += s * c;
-                s = (s * theta + u[at + j]) * inverse + dither(is[j] >> half);
-                s = (s + 0x1.8p23f) - 0x1.8p23f;
-                k[j] = fabsf(s) <= 32767.0f ? (int16_t)s : INT16_MIN;
-            }
-        }
-        for (int j = 0; j < TILE; j++) y[at + j] = v[j] * gain;
     }
 }
 

@@ -19,17 +19,15 @@ few threads. State: the buffers that it is given, and scratch memory.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping
 
 import torch
 from torch import Tensor
 
-from noshuffle.noise.compact import Dithering
 from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.grid import add_on_grid_
 from noshuffle.noise.layout import Layout, share
-from noshuffle.noise.native import Buffers, correlate_, correlate_compact_
+from noshuffle.noise.native import Buffers, correlate_
 from noshuffle.noise.source import AnySource
 from noshuffle.noise.step_plan import StepPlan, grid_of
 
@@ -52,10 +50,6 @@ class ChunkStep:
         largest = max((c.tiles for c in self._chunks), default=0)
         shape = (self._workers, 3, largest, TILE)
         scratch = torch.empty(shape, dtype=torch.float32, device=state.device)
-        # Words of dithers, before and after, where buffers have 16 bits (`compact`).
-        halves = 2 * -(-self._buffers // 2) if state.dtype == torch.int16 else 0
-        dithers = (self._workers, halves, largest, TILE)
-        self._dithers = torch.empty(dithers, dtype=torch.int32, device=state.device)
         # The scratch that each chunk is worked on in: item i is always worker i mod workers.
         self._scratch = []
         for i, c in enumerate(self._chunks):
@@ -63,24 +57,13 @@ class ChunkStep:
             parts = [(y.view(-1)[p.place], coins.view(-1)[p.place]) for p in c.pieces]
             self._scratch.append((y, u, coins, parts))
 
-    def add_(
-        self,
-        targets: Mapping[str, Tensor],
-        *,
-        plan: StepPlan,
-        scale: float,
-        dithering: Dithering | None = None,
-    ) -> None:
-        """Add the noise of one step to flat tensors on the grid, and bring the buffers forward.
+    def add_(self, targets: Mapping[str, Tensor], *, plan: StepPlan, scale: float) -> None:
+        """Add the noise of one step to flat tensors on the grid, and bring the buffers forward."""
 
-        With `dithering` where buffers have 16 bits.
-        """
-        own: dict[str, Any] = {"plan": plan, "scale": scale, "dithering": dithering}
-        share(
-            lambda worker, index: self._add_chunk(targets, **own, index=index, worker=worker),
-            items=len(self._chunks),
-            workers=self._workers,
-        )
+        def add(worker: int, index: int) -> None:
+            self._add_chunk(targets, plan=plan, scale=scale, index=index, worker=worker)
+
+        share(add, items=len(self._chunks), workers=self._workers)
 
     def _add_chunk(
         self,
@@ -88,7 +71,6 @@ class ChunkStep:
         *,
         plan: StepPlan,
         scale: float,
-        dithering: Dithering | None,
         index: int,
         worker: int,
     ) -> None:
@@ -100,30 +82,11 @@ class ChunkStep:
             self._drawer.draw_(
                 into, chunk=index, row=row, weight=w * factor, accumulate=i > 0, worker=worker
             )
-        views = self._views[index]
-        if self._buffers and dithering is not None:
-            before, after = self._words(dithering, index=index, worker=worker)
-            own: dict[str, Any] = {"spacing": dithering.spacing, "before": before, "after": after}
-            correlate_compact_(y, u=u, plan=plan, state=views, scale=scale, **own)
-        elif self._buffers:
-            correlate_(y, u=u, plan=plan, state=views, scale=scale)
+        if self._buffers:
+            correlate_(y, u=u, plan=plan, state=self._views[index], scale=scale)
         self._drawer.jitters_(coins, step=step, worker=worker)
         for piece, (noise, jitters) in zip(self._chunks[index].pieces, parts):
             target = targets[piece.name]
             if piece.end - piece.begin != target.numel():
                 target = target[piece.begin : piece.end]
             add_on_grid_(target, noise, jitters=jitters, step=step)
-
-    def _words(
-        self, dithering: Dithering, *, index: int, worker: int
-    ) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
-        """The words of the dithers that buffers of a chunk were, and will be, written with."""
-        words = self._dithers[worker, :, : self._chunks[index].tiles]
-        rows = [
-            (draw, dithering.row(draw) + i)
-            for draw in (dithering.before, dithering.after)
-            for i in range(dithering.rows)
-        ]
-        for out, (draw, row) in zip(words, rows):
-            self._drawer.words_(out, chunk=index, row=row, draw=draw)
-        return words[: dithering.rows].unbind(), words[dithering.rows :].unbind()

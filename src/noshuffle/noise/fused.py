@@ -28,7 +28,6 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import triton_kernels
-from noshuffle.noise.compact import CompactPlans
 from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.philox import BLOCKS, address, split_seed
@@ -76,17 +75,15 @@ class Fused:
         state: Tensor,
         scale: float,
         steps: int,
-        compact: CompactPlans | None = None,
         tiles: int | None = None,
         warps: int = WARPS,
     ) -> None:
         self._plans, self._scale, self._steps = plans, scale, steps
-        self._dithering_fn = None if compact is None else compact.dithering
         self._device, self._state, self._warps = state.device, state, warps
         # Measured: a program with buffers to move is quickest when it owns one tile.
         is_light = not plans.buffers and layout.tiles >= MANY_TILES
         self._tiles = tiles or (TILES if is_light else 1)
-        few = REGISTERS_OF_FEW if plans.buffers <= FEW and compact is None else 0
+        few = REGISTERS_OF_FEW if plans.buffers <= FEW else 0
         self._registers = few if plans.buffers else REGISTERS
         self._table, self._names = _regions(layout, source)
         self._segment_fn = source.segment if source.later else None
@@ -157,7 +154,6 @@ class Fused:
         tape = self._tape
         if tape is None or not tape.first <= step <= step + count <= tape.first + tape.count:
             form: dict[str, Any] = {"scale": self._scale, "segment_fn": self._segment_fn}
-            form["dithering_fn"] = self._dithering_fn
             tape = record_tape(self._plans, first=step, steps=self._steps, **form)
             if count > tape.count:
                 raise InvalidInput(f"at most {tape.count} steps can be announced, got {count}")
@@ -240,7 +236,6 @@ class Fused:
                 DECAYS=self._plans.buffers if self._has_decays else 0,
                 HAS_LISTS=bool(self._plans.buffers) and not self._has_decays,
                 HAS_RING=self._segment_fn is not None,
-                COMPACT=self._dithering_fn is not None,
                 ASSEMBLY=is_nvidia,
                 num_warps=self._warps,
                 num_stages=1,

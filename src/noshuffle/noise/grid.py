@@ -32,7 +32,6 @@ tensor([2., 3.])
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 from functools import lru_cache
 
 import numpy as np
@@ -66,15 +65,6 @@ def grid_step(spread: float) -> float:
     if not spread > 0.0:
         return 0.0
     return 2.0 ** min(max(math.frexp(spread)[1] - 1 - BITS, _LOWEST), _HIGHEST)
-
-
-def grids_so_far(spreads: Iterable[float]) -> list[float]:
-    """g of every step: that of the smallest fresh noise so far, never coarser than before."""
-    least, grids = math.inf, []
-    for spread in spreads:
-        least = min(least, spread or math.inf)
-        grids.append(grid_step(least) if math.isfinite(least) else 0.0)
-    return grids
 
 
 def jitters_(out: Tensor, *, words: Tensor, step: float) -> None:

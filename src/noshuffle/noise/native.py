@@ -28,15 +28,12 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import lru_cache
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from noshuffle.c_library import build, text_of
-from noshuffle.noise.compact import correlate_compact_in_torch_
 from noshuffle.noise.gaussian import HALF, TILE, normals_in_torch_
 from noshuffle.noise.grid import add_on_grid_, jitters_
 from noshuffle.noise.philox import words_in_torch_
@@ -85,27 +82,6 @@ def correlate_(y: Tensor, *, u: Tensor, plan: StepPlan, state: Buffers, scale: f
         _correlate_in_c_(loops, y, u=u, plan=plan, state=state, scale=scale)
 
 
-def correlate_compact_(
-    y: Tensor,
-    *,
-    u: Tensor,
-    plan: StepPlan,
-    state: Buffers,
-    scale: float,
-    spacing: Sequence[float],
-    before: Sequence[Tensor],
-    after: Sequence[Tensor],
-) -> None:
-    """`correlate_` on buffers of 16 bits (`compact`)."""
-    loops = _library(y)
-    words: dict[str, Any] = {"spacing": spacing, "before": before, "after": after}
-    if loops is None:
-        own = state.tensors
-        correlate_compact_in_torch_(y, u=u, plan=plan, state=own, scale=scale, **words)
-    else:
-        _correlate_compact_in_c_(loops, y, u=u, plan=plan, state=state, scale=scale, **words)
-
-
 def _library(worked_on: Tensor) -> ctypes.CDLL | None:
     return library() if worked_on.device.type == "cpu" else None
 
@@ -146,34 +122,6 @@ def _correlate_in_c_(
     )
 
 
-def _correlate_compact_in_c_(
-    library: ctypes.CDLL,
-    y: Tensor,
-    *,
-    u: Tensor,
-    plan: StepPlan,
-    state: Buffers,
-    scale: float,
-    spacing: Sequence[float],
-    before: Sequence[Tensor],
-    after: Sequence[Tensor],
-) -> None:
-    count = len(state.tensors)
-    library.correlate_compact(
-        y.data_ptr(),
-        u.data_ptr(),
-        state.addresses,
-        count,
-        dense(plan.inner, count, 1.0),
-        (ctypes.c_float * count)(*plan.decays),
-        (ctypes.c_float * count)(*spacing),
-        Buffers(before).addresses,
-        Buffers(after).addresses,
-        plan.gain * scale,
-        y.shape[0],
-    )
-
-
 #: The step that is tried: row, first block, key and tag of two tiles of Philox; the weights of
 #: what is drawn first, and the one of what is added to it; a plan with everything that one can
 #: have, and its scale; the grid.
@@ -187,8 +135,8 @@ SCALE, GRID = 0.5, 0.25
 def library() -> ctypes.CDLL | None:
     """The compiled loops, or None where they cannot be built or are switched off.
 
-    Guarantees: a library is handed out only after its words, normals, correlated noise (also with
-    buffers of 16 bits) and rounded values were found equal to the torch forms, bit for bit.
+    Guarantees: a library is handed out only after its words, normals, correlated noise and rounded
+    values were found equal to the torch forms, bit for bit.
     """
     built = build_loops(text_of("noise.c"))
     return built if built is not None and agrees(built) else None
@@ -211,7 +159,6 @@ def build_loops(c_text: str) -> ctypes.CDLL | None:
         "philox": [pointer, pointer, long, ctypes.c_uint32],
         "on_grid": [pointer, pointer, pointer, real, real],
         "correlate": [pointer] * 3 + [whole] + [pointer] * 3 + [whole, real, long],
-        "correlate_compact": [pointer] * 3 + [whole] + [pointer] * 5 + [real, long],
         "aes_schedule": [pointer, pointer],
         "aes_tile": [pointer, pointer, ctypes.c_uint64, ctypes.c_uint64],
         "add_noise": [pointer],
@@ -239,9 +186,7 @@ def _in_torch() -> tuple[Tensor, ...]:
     coins = torch.empty_like(y)
     jitters_(coins, words=words, step=GRID)
     add_on_grid_(value, y, jitters=coins, step=GRID)
-    small, compact, form = _compact(words)
-    correlate_compact_in_torch_(small, u=z[0], state=compact.unbind(), **form)
-    return words, z, y, value, small, compact
+    return words, z, y, value
 
 
 def _in_c(built: ctypes.CDLL) -> tuple[Tensor, ...]:
@@ -255,23 +200,7 @@ def _in_c(built: ctypes.CDLL) -> tuple[Tensor, ...]:
     for tile in range(2):  # this loop works on one tile, and makes the coins by itself
         places = (value[tile].data_ptr(), y[tile].data_ptr(), words[tile].data_ptr())
         built.on_grid(*places, GRID, 1.0)
-    small, compact, form = _compact(words)
-    _correlate_compact_in_c_(built, small, u=z[0], state=Buffers(compact.unbind()), **form)
-    return words, z, y, value, small, compact
-
-
-def _compact(words: Tensor) -> tuple[Tensor, Tensor, dict[str, Any]]:
-    """Memory for a step on three buffers of 16 bits, filled with what they may hold; the rest."""
-    found = words[:, :HALF].repeat(3, 1, 2).to(torch.int16)
-    found[:, 0, :4] = found.new_tensor([-(2**15), 2**15 - 1, 1 - 2**15, 0])  # NaN, and both ends
-    plan = replace(PLAN, inner=(*PLAN.inner, (2, 0.1)), decays=(*PLAN.decays, 1.0))
-    pair = (words, words.flip(0))
-    form: dict[str, Any] = {"plan": plan, "scale": SCALE, "spacing": (0.5, 2.0**-12, 1.0)}
-    return (
-        torch.zeros_like(words, dtype=torch.float32),
-        found,
-        form | {"before": pair, "after": pair[::-1]},
-    )
+    return words, z, y, value
 
 
 def _scratch() -> tuple[Tensor, ...]:

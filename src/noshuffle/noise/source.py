@@ -91,10 +91,6 @@ class Drawer:
         self.words_of(self.segment_of(row)).fill_(words, chunk=chunk, row=row)
         normals_(out, words=words, weight=weight, accumulate=accumulate)
 
-    def words_(self, out: Tensor, *, chunk: int, row: int, draw: int) -> None:
-        """Random words of a row, under the key of a draw (`compact` has rows beside the draws)."""
-        self.words_of(self.segment_of(draw)).fill_(out, chunk=chunk, row=row)
-
     def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
         """The coins (see `grid`) that the row which this worker drew last has to spare."""
         jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)

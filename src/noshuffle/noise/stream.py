@@ -8,8 +8,7 @@ C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.083
 one flat tensor (none for independent noise, banded inverses and dense matrices, whose past draws
 are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
 everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
-a CPU with a compiler and AES (`whole_step`). Buffers that would fill the device may lie on the host
-(`hosted`), with the same bits, or have 16 bits (`compact`). What is saved: `stream_state`.
+a CPU with a compiler and AES (`whole_step`). What is saved: `stream_state`.
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -27,7 +26,6 @@ a CPU with a compiler and AES (`whole_step`). Buffers that would fill the device
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 from collections.abc import Mapping, Sequence
@@ -46,15 +44,13 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import fused, native, whole_step
 from noshuffle.noise.chunk_step import ChunkStep
-from noshuffle.noise.compact import CompactPlans
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.grid import check_spread
-from noshuffle.noise.hosted import AddFn, HostedStep, host_buffers, is_hosted
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
 from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
-from noshuffle.noise.stream_state import SavedBuffers, check_identity
+from noshuffle.noise.stream_state import check_buffers, check_identity, read_buffers, write_buffers_
 from noshuffle.noise.whole_step import WholeStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
@@ -62,10 +58,7 @@ from noshuffle.triton_shim import is_capturing
 
 #: Raised whenever the numbers of a stream change, so that none is continued with other numbers.
 VERSION = 2
-_NOT_FUSED = (
-    "only fused noise whose buffers lie on the device can be captured: install triton, use philox, "
-    "and leave noise_memory at 'device'"
-)
+_NOT_FUSED = "only fused noise can be captured: install triton and use philox"
 
 
 class NoiseStream(OneOwner):
@@ -90,7 +83,6 @@ class NoiseStream(OneOwner):
         steps: int,
         device: torch.device | str = "cpu",
         starts: Mapping[str, int] | None = None,
-        memory: str = "device",
     ) -> None:
         non_negative(scale=scale)
         check_spread(scale)
@@ -124,45 +116,18 @@ class NoiseStream(OneOwner):
         self._is_broken = False
         self._lock = threading.Lock()
         shape = (self.buffers, self._layout.tiles, TILE)
-        self._compact: CompactPlans | None = None
-        if memory == "compact" and self.buffers:
-            self._compact = CompactPlans.of(recipe, self._plans)
-            self._plans = self._compact.plans
-        self._saved = SavedBuffers(self._layout, self._source, self._compact)
+        self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
         # One compiled loop, where there is one for this device and source; else chunk by chunk.
         kind = self._source.kind if isinstance(self._source, Source) else ""
-        is_fused = kind == "philox" and fused.is_ready(self._device)
-        self._fused, self._whole, self._chunks, self._hosted = None, None, None, None
-        self._kernels: list[Fused] = []
-        if is_hosted(memory, size=4 * math.prod(shape), device=self._device):
-            self._state = host_buffers(shape, device=self._device)
-
-            def make(layout: Layout, state: Tensor) -> AddFn:
-                if is_fused:
-                    return self._kernel(layout, state).add_
-                chunks = ChunkStep(layout, source=self._source, state=state, workers=workers)
-                return lambda targets, step: chunks.add_(
-                    targets, plan=self._plans.at(step), scale=self.scale
-                )
-
-            own: dict[str, Any] = {"state": self._state, "device": self._device}
-            self._hosted = HostedStep(self._layout, **own, make=make, chunk_tiles=chunk)
-            return
-        kept = torch.float32 if self._compact is None else torch.int16
-        self._state = torch.zeros(shape, dtype=kept, device=self._device)
+        self._fused, self._whole, self._chunks = None, None, None
         parts: dict[str, Any] = {"source": self._source, "state": self._state}
-        if is_fused:
-            self._fused = self._kernel(self._layout, self._state)
+        if kind == "philox" and fused.is_ready(self._device):
+            more: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
+            self._fused = Fused(self._plans, layout=self._layout, **parts, **more)
         else:
             self._chunks = ChunkStep(self._layout, workers=workers, **parts)
-        if kind == "aes" and on_cpu and self._compact is None and whole_step.is_ready():
+        if kind == "aes" and on_cpu and whole_step.is_ready():
             self._whole = WholeStep(self._layout, workers=workers, **parts)
-
-    def _kernel(self, layout: Layout, state: Tensor) -> Fused:
-        more: dict[str, Any] = {"source": self._source, "scale": self.scale, "steps": self.horizon}
-        more["compact"] = self._compact
-        self._kernels.append(Fused(self._plans, layout=layout, state=state, **more))
-        return self._kernels[-1]
 
     @property
     def step(self) -> int:
@@ -176,13 +141,8 @@ class NoiseStream(OneOwner):
 
     @property
     def buffers(self) -> int:
-        """Model-sized tensors kept between steps, in float32 or (`compact`) 16 bits."""
+        """Model-sized float32 tensors kept between steps."""
         return self._plans.buffers
-
-    @property
-    def is_hosted(self) -> bool:
-        """Whether they lie in the memory of the host while values are elsewhere."""
-        return self._hosted is not None
 
     def rows_used(self, step: int) -> int:
         """How many rows steps 0 … step−1 have drawn from: the first row for a fresh key."""
@@ -221,15 +181,11 @@ class NoiseStream(OneOwner):
         # Views where that is possible; a tensor with other strides is copied there and back.
         plain = {name: value.contiguous() for name, value in values.items()}
         targets = {name: value.view(-1) for name, value in plain.items()}
-        if self._hosted is not None:
-            self._hosted.add_(targets, step=self._step)
-        elif self._fused is not None:
+        if self._fused is not None:
             self._fused.add_(targets, step=self._step)
         else:
             assert self._chunks is not None
-            own = None if self._compact is None else self._compact.dithering(self._step)
-            plan = self._plans.at(self._step)
-            self._chunks.add_(targets, plan=plan, scale=self.scale, dithering=own)
+            self._chunks.add_(targets, plan=self._plans.at(self._step), scale=self.scale)
         for name, noisy in plain.items():
             if noisy is not values[name]:
                 values[name].copy_(noisy)
@@ -298,8 +254,7 @@ class NoiseStream(OneOwner):
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
         self.check_owner()
         self._check_unbroken()
-        self._wait()
-        buffers = self._saved.read(self._state, step=self._step)
+        buffers = read_buffers(self._state, layout=self._layout)
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
 
@@ -310,16 +265,10 @@ class NoiseStream(OneOwner):
                 f"the noise state of step {step} is gone (a finished run was sealed) and its noise "
                 "needs it; extend the run by a phase of its own (Plan.extended), or fork it"
             )
-        self._wait()
         self._state.zero_()
         self._step, self._is_broken = step, False
-        for kernel in self._kernels:
-            kernel.forget()
-
-    def _wait(self) -> None:
-        """Until buffers on the host are those of the last step."""
-        if self._hosted is not None:
-            self._hosted.wait()
+        if self._fused is not None:
+            self._fused.forget()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stopped; refuses another stream's.
@@ -329,14 +278,11 @@ class NoiseStream(OneOwner):
         check_identity(state, self._identity)
         whole(at_least=0, at_most=self.horizon, step=state["step"])
         check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
-        saved, step = state["buffers"], int(state["step"])
-        self._saved.check(saved, count=self.buffers)
-        self._wait()
-        self._saved.write_(self._state, saved, step=step)
-        self._step = step
-        self._is_broken = False
-        for kernel in self._kernels:
-            kernel.forget()
+        check_buffers(state["buffers"], layout=self._layout, count=self.buffers)
+        write_buffers_(self._state, state["buffers"], layout=self._layout)
+        self._step, self._is_broken = int(state["step"]), False
+        if self._fused is not None:
+            self._fused.forget()
 
 
 def _times_(values: Sequence[Tensor], factor: float) -> None:

@@ -4,8 +4,6 @@ The record of one step is a run of 32-bit words, integers and float32 numbers si
 
     [draws, inner, outer, store, gain·scale, grid]   draws × [row, weight(, segment)]
     with decays:     buffers × [inner weight, θ]
-    … of 16 bits:    buffers × [inner weight, θ, q, 1/q], then the first rows of dithers before and
-                     after(, their segments; `compact`)
     with lists:      inner × [buffer, weight]   outer × [buffer, weight·scale]
 
 with the products made in float64 and rounded once, as `chunk_step` does. The segment,
@@ -29,7 +27,6 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from noshuffle.noise.compact import Dithering
 from noshuffle.noise.philox import address
 from noshuffle.noise.step_plan import StepPlan, StepPlans, grid_of
 
@@ -53,20 +50,11 @@ class StepTape:
     count: int
 
 
-def record(
-    plan: StepPlan,
-    *,
-    buffers: int,
-    scale: float,
-    segment_fn: SegmentFn = None,
-    dithering: Dithering | None = None,
-) -> Words:
+def record(plan: StepPlan, *, buffers: int, scale: float, segment_fn: SegmentFn = None) -> Words:
     """The plan of one step as words; refuses rows beyond the counter of the generator."""
     draws, inner, outer = len(plan.draws), sorted(plan.inner), sorted(plan.outer)
     entry = 2 if segment_fn is None else 3
     rest = 2 * buffers if plan.decays else 2 * (len(inner) + len(outer))
-    if dithering is not None:
-        rest = _compact_words(buffers, has_ring=segment_fn is not None)
     words = np.zeros(HEAD + entry * draws + rest, dtype=np.uint32)
     reals = words.view(np.float32)
     words[:4] = draws, len(inner), len(outer), plan.store % 2**32
@@ -82,38 +70,22 @@ def record(
         body[2:drawn:entry] = [segment_fn(row) for row in rows]
     body, real = body[drawn:], real[drawn:]
     if plan.decays:
-        wide = 2 if dithering is None else 4
         for b, weight in inner:
-            real[wide * b] = weight
-        real[1 : wide * buffers : wide] = plan.decays
-        if dithering is not None:
-            real[2 : wide * buffers : wide] = dithering.spacing
-            real[3 : wide * buffers : wide] = [1.0 / q for q in dithering.spacing]
-            drawn_at = (dithering.before, dithering.after)
-            body[4 * buffers : 4 * buffers + 2] = [dithering.row(draw) for draw in drawn_at]
-            if segment_fn is not None:
-                body[4 * buffers + 2 :] = [segment_fn(draw) for draw in drawn_at]
+            real[2 * b] = weight
+        real[1::2] = plan.decays
         return words
     body[::2] = [b for b, _ in inner] + [b for b, _ in outer]
     real[1::2] = [c for _, c in inner] + [d * scale for _, d in outer]
     return words
 
 
-def _compact_words(buffers: int, *, has_ring: bool) -> int:
-    """Words of a record for buffers of 16 bits."""
-    return 4 * buffers + 2 + 2 * has_ring
-
-
-def record_of_nothing(*, buffers: int, has_ring: bool = False, is_compact: bool = False) -> Words:
+def record_of_nothing(*, buffers: int, has_ring: bool = False) -> Words:
     """One draw of weight NaN: whatever it touches, values and decaying buffers, becomes NaN."""
-    rest = _compact_words(buffers, has_ring=has_ring) if is_compact else 2 * buffers
-    words = np.zeros(HEAD + 2 + has_ring + rest, dtype=np.uint32)
+    words = np.zeros(HEAD + 2 + has_ring + 2 * buffers, dtype=np.uint32)
     words.view(np.float32)[4:] = np.nan
     words[[0, 3, HEAD]] = 1, 2**32 - 1, 0
     if has_ring:
         words[HEAD + 2] = 0
-    if has_ring and is_compact:
-        words[-2:] = 0
     return words
 
 
@@ -124,20 +96,14 @@ def record_tape(
     first: int,
     steps: int,
     segment_fn: SegmentFn = None,
-    dithering_fn: Callable[[int], Dithering] | None = None,
 ) -> StepTape:
     """The records from step `first` on, as many as fit and at most up to step `steps`."""
-    nothing = record_of_nothing(
-        buffers=plans.buffers,
-        has_ring=segment_fn is not None,
-        is_compact=dithering_fn is not None,
-    )
+    nothing = record_of_nothing(buffers=plans.buffers, has_ring=segment_fn is not None)
     form: dict[str, Any] = {"buffers": plans.buffers, "scale": scale, "segment_fn": segment_fn}
     offsets = np.zeros(STEPS + 1, dtype=np.int32)
     parts, used, count = [nothing], len(nothing), 0
     while count < min(STEPS, steps - first):
-        own = dithering_fn(first + count) if dithering_fn is not None else None
-        words = record(plans.at(first + count), **form, dithering=own)
+        words = record(plans.at(first + count), **form)
         if count and used + len(words) > WORDS:
             break
         offsets[count] = used

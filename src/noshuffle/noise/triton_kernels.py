@@ -43,8 +43,6 @@ LN2_WHOLE, LN2_PLACED = constant(256 * LN2), constant(-LN2 * 2.0**-22)
 RADIUS_DIGITS = constant(constants.RADIUS_DIGITS)
 ANGLE_DIGITS = constant(constants.ANGLE_DIGITS)
 MIDDLE_DIGIT = constant(constants.MIDDLE_DIGIT)
-#: What a buffer of 16 bits holds in place of NaN.
-LEAST = constant(-32768)
 #: The bits of 1 as float32.
 ONE_BITS = constant(0x3F800000)
 
@@ -196,26 +194,6 @@ def put(at, v0, v1, v2, v3):
 
 
 @jit
-def dither(word, IS_HIGH: tl.constexpr):
-    """D of a buffer from half of a word; see `compact`."""
-    half = word >> 16 if IS_HIGH else word & 0xFFFF
-    return (half.to(tl.float32) - 32767.5) * 1.52587890625e-05
-
-
-@jit
-def unpack(k, d, q):
-    """Ŝ = q·(k − D); the least number stands for NaN."""
-    return tl.where(k == LEAST, float("nan"), (k.to(tl.float32) - d) * q)
-
-
-@jit
-def pack(s, d, inverse):
-    """round(S/q + D) in 16 bits; a sum with 1.5·2²³ has no place for less than one."""
-    k = ((s * inverse + d) + 12582912.0) - 12582912.0
-    return tl.where((k <= 32767.0) & (k >= -32767.0), k, -32768.0).to(tl.int16)
-
-
-@jit
 def jitter(radius_word, angle_word, step):
     """The coin of a pair, step·U, from the low bytes of its words; see `grid`."""
     digits = ((radius_word << 7) & RADIUS_DIGITS) | ((angle_word << 15) & ANGLE_DIGITS)
@@ -252,15 +230,13 @@ def add_noise(
     DECAYS: tl.constexpr,  # buffers, where they decay
     HAS_LISTS: tl.constexpr,  # buffers are named by lists instead
     HAS_RING: tl.constexpr,  # every draw names one of the region's keys
-    COMPACT: tl.constexpr,  # buffers have 16 bits
     ASSEMBLY: tl.constexpr,
 ):
     """One step on all tensors of one type. A record on the tape is
 
     [draws, inner, outer, store, gain·scale, grid], draws × [row, weight], with a ring draws ×
     [row, weight, segment], then with decays DECAYS × [inner weight, θ], else inner × [buffer,
-    weight] and outer × [buffer, weight·scale]. Buffers of 16 bits have DECAYS × [inner weight, θ,
-    q, 1/q], and the rows of their dithers before and after, with a ring also their segments.
+    weight] and outer × [buffer, weight·scale].
     """
     owner = tl.load(owners + tl.program_id(0))
     region = regions + owner * REGION
@@ -272,10 +248,7 @@ def add_noise(
     k0, k1, g0, g1 = generator(region + 5)
     draws, gain, step = tl.load(record), number(record + 4), number(record + 5)
     plane = tl.load(places + 1)
-    if COMPACT:
-        state = tl.load(places).to(tl.pointer_type(tl.int16))
-    else:
-        state = tl.load(places).to(tl.pointer_type(tl.float32))
+    state = tl.load(places).to(tl.pointer_type(tl.float32))
     if HAS_RING:
         keys = tl.load(places + 2).to(tl.pointer_type(tl.int64)) + owner * tl.load(places + 3) * 4
     lane = tl.arange(0, BLOCKS)
@@ -320,34 +293,7 @@ def add_noise(
         entry += 3 if HAS_RING else 2
         here = state + (tl.load(region + 3) + tile) * TILE + lane
         y0, y1, y2, y3 = u0, u1, u2, u3
-        if COMPACT:
-            rows = entry + 4 * DECAYS
-            read = tl.load(rows).to(tl.uint32, bitcast=True)
-            written = tl.load(rows + 1).to(tl.uint32, bitcast=True)
-            j0, j1, t0, t1 = k0, k1, g0, g1
-            if HAS_RING:
-                j0, j1, t0, t1 = generator(keys + 4 * tl.load(rows + 2))
-                k0, k1, g0, g1 = generator(keys + 4 * tl.load(rows + 3))
-            for b in tl.static_range(DECAYS):
-                if b % 2 == 0:
-                    b0, b1, b2, b3 = philox(block, read + b // 2, t0, t1, j0, j1)
-                    w0, w1, w2, w3 = philox(block, written + b // 2, g0, g1, k0, k1)
-                at = here + b * plane
-                h0, h1, h2, h3 = get(at)
-                c, theta = number(entry + 4 * b), number(entry + 4 * b + 1)
-                q, inverse = number(entry + 4 * b + 2), number(entry + 4 * b + 3)
-                s0 = unpack(h0, dither(b0, b % 2), q)
-                s1 = unpack(h1, dither(b1, b % 2), q)
-                s2 = unpack(h2, dither(b2, b % 2), q)
-                s3 = unpack(h3, dither(b3, b % 2), q)
-                h0 = pack(s0 * theta + u0, dither(w0, b % 2), inverse)
-                h1 = pack(s1 * theta + u1, dither(w1, b % 2), inverse)
-                h2 = pack(s2 * theta + u2, dither(w2, b % 2), inverse)
-                h3 = pack(s3 * theta + u3, dither(w3, b % 2), inverse)
-                put(at, h0, h1, h2, h3)
-                y0, y1, y2, y3 = y0 + s0 * c, y1 + s1 * c, y2 + s2 * c, y3 + s3 * c
-            y0, y1, y2, y3 = y0 * gain, y1 * gain, y2 * gain, y3 * gain
-        elif DECAYS:
+        if DECAYS:
             n0, n1, n2, n3 = get(here)
             for b in tl.static_range(DECAYS):
                 s0, s1, s2, s3 = n0, n1, n2, n3

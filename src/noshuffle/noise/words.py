@@ -46,14 +46,13 @@ def counter_block(*, row: int, tile: int) -> bytes:
     return row.to_bytes(8, "big") + (tile * AES_BLOCKS).to_bytes(8, "big")
 
 
-def aes_encryptor(key: bytes, *, counts: bool) -> Any:
-    """AES-256 that counts its blocks, or takes single ones; not every user draws from AES."""
+def aes_encryptor(key: bytes) -> Any:
+    """AES-256 in counter mode; not every user draws from AES."""
     try:
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms, modes
     except ImportError as error:  # pragma: no cover - a declared dependency
         raise Unsupported("the aes generator needs the cryptography package; install it") from error
-    mode = modes.CTR(bytes(16)) if counts else modes.ECB()
-    return Cipher(algorithms.AES256(key), mode).encryptor()
+    return Cipher(algorithms.AES256(key), modes.CTR(bytes(16))).encryptor()
 
 
 class AesWords:
@@ -68,7 +67,7 @@ class AesWords:
         self._pieces = [
             [
                 (
-                    aes_encryptor(seeds[p.name], counts=True),
+                    aes_encryptor(seeds[p.name]),
                     counter_block(row=0, tile=p.tile)[8:],
                     zeros[: p.tiles * size],
                     slice(p.at * size, (p.at + p.tiles) * size),

@@ -38,7 +38,7 @@ from torch import Tensor
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.norm_histogram import CountingClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, Unsupported, positive
+from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positive
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import account, digest, tags
@@ -76,7 +76,6 @@ class Release(RunState):
         source: Source | None = None,
         facts: Mapping[str, str] | None = None,
         budget: account.Account | None = None,
-        noise_memory: str = "device",
     ) -> Release:
         """Begin a run, or come back to the one in the folder `run`.
 
@@ -87,7 +86,6 @@ class Release(RunState):
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
             budget: what all runs on the same data draw on (`noshuffle.Budget`).
-            noise_memory: where noise buffers lie (`noise.hosted`, `noise.compact`).
         """
         if not isinstance(divisor, BySteps):
             positive(divisor=divisor)
@@ -98,8 +96,7 @@ class Release(RunState):
         make = partial(Ledger, plan.guarded, unit=plan.unit)
         opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
         try:
-            more: dict[str, Any] = {"facts": facts, "noise_memory": noise_memory}
-            return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, **more)
+            return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)
         except BaseException as error:
             opened.give_up(plan, is_refused=isinstance(error, NoshuffleError))
             raise
@@ -173,8 +170,8 @@ class Release(RunState):
     def digest(self, values: Mapping[str, Tensor], also: Sequence[Tensor] = ()) -> Later:
         """The keyed digest of a clipped sum: at once in ordinary memory, later on a device.
 
-        `also`: what else the noise of the step goes onto (a count, rows of a sparse table). A clip
-        norm that moves goes in too: the noise is a multiple of it.
+        `also`: what else the noise of the step goes onto (a count). A clip norm that moves goes in
+        too: the noise is a multiple of it.
         """
         group = [*(values[name] for name in sorted(values)), *also]
         if self.threshold.is_adaptive:
@@ -321,11 +318,6 @@ class Release(RunState):
         step = self.step
         if step >= self.released:
             raise InvalidInput(f"step {step} was not released, so there is nothing to pass over")
-        if self._tables:
-            raise Unsupported(
-                f"step {step} was released with a sparse table, which cannot pass over a step; "
-                "repeat it exactly, or fork the run"
-            )
         self.ledger.note("skip", step=step)
         self.noise.add_({n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()})
         return step

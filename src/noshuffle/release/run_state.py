@@ -1,11 +1,10 @@
-"""What a run keeps between its steps: noise, tables, clip norm and ledger; saved, resumed, closed.
+"""What a run keeps between its steps: noise, clip norm and ledger; saved, resumed, closed.
 
     save       digests of all steps and files in the ledger → checkpoint → statement
-    resume     files equal to their digests, plan and keys the same → noise, tables, clip norm
+    resume     files equal to their digests, plan and keys the same → noise, clip norm
     close_run  evidence up to date; keys destroyed where the run is finished (`seal`)
 
-`Release` adds the steps. State: the noise stream, the lazy noise of sparse tables, the threshold,
-and the ledger's.
+`Release` adds the steps. State: the noise stream, the threshold, and the ledger's.
 """
 
 from __future__ import annotations
@@ -22,8 +21,8 @@ import torch
 from noshuffle.clipping import Clip
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.norm_histogram import CountingClip
-from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import LazyNoise, NoiseStream, lazy_noise
+from noshuffle.errors import InvalidInput
+from noshuffle.noise import NoiseStream
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
@@ -52,7 +51,6 @@ class RunState(OneOwner):
         device: torch.device,
         starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
-        noise_memory: str = "device",
     ) -> None:
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
         self.ledger, self.ancestors = opened.ledger, opened.ancestors
@@ -81,9 +79,7 @@ class RunState(OneOwner):
             steps=plan.steps,
             device=device,
             starts=starts,
-            memory=noise_memory,
         )
-        self._tables: dict[str, LazyNoise] = {}
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back
         # Earlier steps were released with another noise scale (`extension`).
@@ -114,37 +110,6 @@ class RunState(OneOwner):
     def name(self) -> str:
         """A public name of the run's keys."""
         return self._ring.name
-
-    def table(self, name: str, shape: Sequence[int], *, rates: Sequence[float] = ()) -> LazyNoise:
-        """The lazy noise of one sparse table of this run (`noise.lazy`), for `SparseSGD`.
-
-        Clip the rows of a table together with everything else, and give `close` the rows and their
-        sums as `also`. A table cannot pass over a step: the noise of steps that a row sat out
-        comes together, and would show a sum that was released with it before.
-        """
-        if self.threshold.is_adaptive:
-            raise Unsupported("a sparse table needs a constant clip norm, this run's moves")
-        if name in self._tables or name in self._shapes:
-            raise InvalidInput(f"{name!r} has noise already; give every table a name of its own")
-        if self.released and self.ledger.meta(f"table {name}") is None:
-            # Under another name its released sums would get a second noise in a replay.
-            raise InvalidInput(
-                f"this run has released steps without a table {name!r}; make every table, by its "
-                "old name, before the first step"
-            )
-        self.ledger.bind(f"table {name}", repr((tuple(shape), tuple(rates))))
-        made = lazy_noise(
-            self.plan.strategy.recipe(self.plan.steps),
-            self._ring.source,
-            tuple(shape),
-            scale=self.noise.scale,
-            steps=self.plan.steps,
-            name=name,
-            rates=tuple(rates),
-            device=self._device,
-        )
-        self._tables[name] = made
-        return made
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan, from the current step on."""
@@ -192,7 +157,6 @@ class RunState(OneOwner):
             **self._identity(),
             "threshold": self.threshold.state_dict(),
             "noise": self.noise.state_dict(),
-            "tables": {name: own.state_dict() for name, own in self._tables.items()},
         }
 
     def _identity(self) -> dict[str, Any]:
@@ -217,13 +181,12 @@ class RunState(OneOwner):
         """Go on where `state` was taken; another plan, key or clipping is refused."""
         self.check_state(state)
         self._fresh, self._leave = max(self._fresh, self.step), -1
-        is_first = int(state["step"]) == 0
         if state["noise"] is None:
             self.noise.begin_at(int(state["step"]))
         else:
-            _load(self.noise, state["noise"], is_first=is_first)
-        for name, own in self._tables.items():
-            _load(own, state["tables"][name], is_first=is_first)
+            # A state of no steps goes on under any first key: none has drawn anything of it.
+            own = {"key": self.noise.state_dict()["key"]} if int(state["step"]) == 0 else {}
+            self.noise.load_state_dict({**state["noise"], **own})
         self.threshold.load_state_dict(dict(state["threshold"]))
         if isinstance(self.ledger.sampler, Sampler):
             self.ledger.sampler.start = self.step
@@ -325,9 +288,3 @@ def names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:
     """
     names = json.dumps(sorted(shapes))
     return names if len(names) <= 200 else hashlib.sha256(names.encode()).hexdigest()
-
-
-def _load(noise: NoiseStream | LazyNoise, state: Mapping[str, Any], *, is_first: bool) -> None:
-    """A state of no steps goes on under any first key: none has drawn anything of it."""
-    own = {"key": noise.state_dict()["key"]} if is_first else {}
-    noise.load_state_dict({**state, **own})

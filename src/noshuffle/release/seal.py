@@ -269,8 +269,7 @@ def _remove_positions(ledger: Ledger) -> None:
 def _drop_noise_states(folder: RunFolder, plan: Plan, ledger: Ledger) -> None:
     """Checkpoints keep model and optimizer; what past noise can be worked out of goes."""
     is_sampled = plan.participation.is_sampled
-    # Noise of sparse tables is kept with the steps in which their rows were last touched.
-    secret = ["noise", "tables", checkpoint.SALT]
+    secret = ["noise", checkpoint.SALT]
     if is_sampled:
         secret += ["random", "epoch_random"]
     checkpoint.sweep(folder.checkpoints)

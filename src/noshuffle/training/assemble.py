@@ -31,7 +31,6 @@ from noshuffle.clipping.check import original, trainable
 from noshuffle.clipping.norm_histogram import CountingClip, HistogramClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
-from noshuffle.noise.hosted import PLACES
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.facts import INITIAL, check_optimizer, one_device
@@ -65,7 +64,6 @@ def privatize(
     budget: Account | None = None,
     augment: int | Augment | None = None,
     average: float | None = None,
-    noise_memory: str = "device",
 ) -> Private:
     """Bind a model, an optimizer and a plan.
 
@@ -98,12 +96,7 @@ def privatize(
         augment: how many augmented copies of every row a step sees (images; or an `Augment`). They
             are one contribution of one row, so ε is the same; `private.step` then needs ids.
         average: decay of an average of iterates, `private.average`: post-processing, free.
-        noise_memory: where noise buffers lie, "device" or "host" (streamed to the GPU in every
-            step, the same noise, no CUDA graph); "auto" takes the host where they would fill more
-            than half of the GPU's free memory. "compact" keeps them on the device in 16 bits, for
-            BLT noise (`noise.compact`: the same guarantee).
     """
-    one_of(PLACES, noise_memory=noise_memory)
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
@@ -130,7 +123,6 @@ def privatize(
         source=source,
         facts={"initial": initial, "isolation": "tried"},
         budget=budget,
-        noise_memory=noise_memory,
     )
     parts = Parts(
         model=inner,

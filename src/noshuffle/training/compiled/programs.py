@@ -60,8 +60,6 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
     if parts.engine.microbatch is not None:
         return "the engine takes microbatches"
     if parts.noise._fused is None:
-        if parts.noise.is_hosted:
-            return "the noise buffers lie on the host"
         return "the noise is not fused: install triton and use philox"
     count = sum(p.numel() for p in parts.parameters.values())
     if wanted == "auto" and count > LARGEST:
