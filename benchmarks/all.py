@@ -68,7 +68,6 @@ CPU = (
         "--device cpu --rows 10000 100000 1000000",
         "--device cpu --rows 10000 100000 --repeat 5",
     ),
-    job("Many ranks", "distributed", "--ranks 1 2", "--ranks 1 2 --rounds 4"),
     job("Many runs at once", "many_runs", "--device cpu", "mlp --device cpu --runs 1 8 --rounds 3"),
     job(
         "Federated rounds, digits",
@@ -135,12 +134,6 @@ GPU = (
         "many_runs",
         "--device cuda --rounds 3",
         "mlp --device cuda --runs 1 8 --rounds 3",
-    ),
-    job(
-        "One rank by nccl",
-        "distributed",
-        "--backend nccl --device cuda --ranks 1",
-        "--backend nccl --device cuda --ranks 1 --rounds 4",
     ),
 )
 SETS = {"cpu": CPU, "gpu": GPU}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from noshuffle.clipping import ModelLoss, PerExample, PerLayer
@@ -503,6 +504,23 @@ def test_bad_input_is_one_line():
         make(model).step(LOSS, x[:6], y[:6], ids=range(5))
     with pytest.raises(InvalidInput, match="no run folder"):
         make(model).save()
+
+
+@pytest.mark.parametrize(("ranks", "words"), [(2, "one device.* 2 ranks"), (1, "is sharded")])
+def test_several_ranks_and_shards_are_refused(ranks, words):
+    """Each rank would train a run of its own."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = network()
+        if ranks == 1:
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(Unsupported, match=words):
+            make(model)
+    finally:
+        dist.destroy_process_group()
 
 
 def test_replacing_one_example_moves_the_sum_by_at_most_two_clip_norms():

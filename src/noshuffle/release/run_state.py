@@ -50,7 +50,6 @@ class RunState(OneOwner):
         clip: Clip | CountingClip | BySteps,
         divisor: float | BySteps,
         device: torch.device,
-        starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
         noise_memory: str = "device",
     ) -> None:
@@ -80,7 +79,6 @@ class RunState(OneOwner):
             scale=scale,
             steps=plan.steps,
             device=device,
-            starts=starts,
             memory=noise_memory,
         )
         self._tables: dict[str, LazyNoise] = {}

@@ -66,8 +66,6 @@ class Step:
     same sum leaves again, or nothing.
     """
 
-    #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
-    can_replay_masks = True
     #: Who is told of every part as it comes, if anybody is (`first_step`).
     hear: Callable[[tuple[Any, ...]], None] | None = None
 
