@@ -642,6 +642,18 @@ def test_parts_of_a_batch_without_ids_are_judged_as_a_whole():
         twice(SinglePass(steps=4))
 
 
+def test_units_of_parts_outside_their_participation_are_left_out():
+    x, y = data()
+    private = make(network(), plan_of(z=1.0), on_violation="drop")
+    for begins in ((0, 4), (6, 10), (0, 4), (12, 2)):
+        with private.accumulate() as step:
+            for begin in begins:
+                rows = slice(begin, begin + 4)
+                step.add(LOSS, (x[rows], y[rows]), ids=range(begin, begin + 4))
+    assert private.outcome.dropped == 6
+    assert [row.claimed_units for row in private.ledger.rows()] == [8, 6, 0, 2]
+
+
 def test_fallbacks_tell_of_a_compiled_wrapper():
     model = network()
     assert make(model).fallbacks == []
