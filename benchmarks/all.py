@@ -62,7 +62,6 @@ CPU = (
     ),
     job("Normals and noise", "noise_cpu", "--threads 1 2", "--numbers 1000000 --repeat 5"),
     job("Noise of a step beside peers", "noise_peers", "", "--count 1000000"),
-    job("Many ranks", "distributed", "--ranks 1 2", "--ranks 1 2 --rounds 4"),
     job("Many runs at once", "many_runs", "--device cpu", "mlp --device cpu --runs 1 8 --rounds 3"),
     job(
         "Federated rounds, digits",
@@ -123,12 +122,6 @@ GPU = (
         "many_runs",
         "--device cuda --rounds 3",
         "mlp --device cuda --runs 1 8 --rounds 3",
-    ),
-    job(
-        "One rank by nccl",
-        "distributed",
-        "--backend nccl --device cuda --ranks 1",
-        "--backend nccl --device cuda --ranks 1 --rounds 4",
     ),
 )
 SETS = {"cpu": CPU, "gpu": GPU}

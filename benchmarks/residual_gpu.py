@@ -15,7 +15,6 @@ most that torch held during a step. Images are random. Further rows:
     views        WRN-16-4 in TF32, 125 images; clipped is the mean over four augmentations of each
     users        the CNN of `step_gpu`, 250 rows of 50 users
     moving       the same CNN, 250 examples, a clip norm that follows the median
-    parts        the same in five parts of 50 (gradient accumulation)
     poisson      the same, batches drawn by Poisson sampling
 """
 
@@ -183,7 +182,6 @@ ROWS = [
     Row("cnn", 250, "float32"),
     Row("cnn", 250, "float32", kind="users"),
     Row("cnn", 250, "float32", kind="moving"),
-    Row("cnn", 250, "float32", kind="parts"),
     Row("cnn", 250, "float32", kind="poisson"),
     Row("resnet-18", 250, "tf32"),
     Row("wrn-16-2", 500, "bf16"),
@@ -203,20 +201,18 @@ ROWS = [
 
 
 def plain(row: Row, x: Tensor, y: Tensor) -> Step:
-    """The same optimizer without privacy, as one graph; a batch in parts has one graph of all."""
+    """The same optimizer without privacy, as one graph."""
     model = row.make()
     optimizer, loss_fn = row.optimizer(model), row.loss
 
     def once() -> None:
         optimizer.zero_grad(set_to_none=True)
-        parts = 5 if row.kind == "parts" else 1
-        for own_x, own_y in zip(x.chunk(parts), y.chunk(parts)):
-            with row.cast():
-                if isinstance(loss_fn, ModelLoss):
-                    loss = loss_fn.fn(model, own_x, own_y).mean()
-                else:
-                    loss = loss_fn(model(own_x), own_y)
-            loss.backward()
+        with row.cast():
+            if isinstance(loss_fn, ModelLoss):
+                loss = loss_fn.fn(model, x, y).mean()
+            else:
+                loss = loss_fn(model(x), y)
+        loss.backward()
         optimizer.step()
 
     graph = captured(once)
@@ -245,12 +241,7 @@ def ours(row: Row, x: Tensor, y: Tensor, *, compile: bool | str = "auto") -> Ste
 
     def step() -> None:
         with row.cast():
-            if row.kind == "parts":
-                with private.accumulate() as whole:
-                    for own in range(5):
-                        part = slice(own * size // 5, (own + 1) * size // 5)
-                        whole.add(loss_fn, (x[part], y[part]), ids=ids[part])
-            elif row.kind == "poisson":
+            if row.kind == "poisson":
                 drawn = next(draws)
                 private.advance(loss_fn, drawn.data, ids=drawn.ids)
             else:

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import matplotlib.pyplot as plt
 import pytest
-import torch
 
 from noshuffle.strategies import mechanisms, registry
 
@@ -38,11 +37,10 @@ ALONE = (
 TUTORIALS = ("mnist", "lora", "stream", "flower", "officer", "mechanism")
 
 
-#: Pages whose Python a test of their own runs: the last one here, the others beside what they tell.
+#: Pages whose Python a test of their own runs, beside what they tell.
 ELSEWHERE = {
     "docs/convex.md": "tests/convex/test_docs_convex.py",
     "docs/transformers.md": "tests/clipping/test_huggingface.py",
-    "docs/distributed.md": "tests/test_docs.py",
 }
 
 
@@ -127,24 +125,6 @@ def test_a_page_becomes_an_executed_notebook(
     text = PAGE.replace("WHAT", "import flwr")
     monkeypatch.setattr(notebooks, "find_spec", lambda name: None)
     assert notebooks.missing(text) == ["flwr"]
-
-
-def test_the_distributed_program_runs(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As the one rank that torchrun would start; by its command in test_distributed (slow)."""
-    rank = {"RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1"}
-    for name, value in {**rank, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "0"}.items():
-        monkeypatch.setenv(name, value)
-    threads = torch.get_num_threads()
-    try:
-        exec(
-            compile(blocks("docs/distributed.md")[0][1], "train.py", "exec", dont_inherit=True), {}
-        )
-    finally:
-        torch.set_num_threads(threads)
-    assert not torch.distributed.is_initialized()
-    assert "(ε = 8" in capsys.readouterr().out
 
 
 def documents() -> list[Path]:

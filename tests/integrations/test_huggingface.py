@@ -316,6 +316,13 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path, options, words):
         trainer(tmp_path, **options)
 
 
+@pytest.mark.parametrize("count", ["world_size", "n_gpu"])
+def test_several_processes_or_devices_are_refused(tmp_path, count, monkeypatch):
+    monkeypatch.setattr(transformers.TrainingArguments, count, 2)
+    with pytest.raises(Unsupported, match="one"):
+        trainer(tmp_path)
+
+
 NOT_CALLED = ["compute_loss", "get_train_dataloader", "get_batch_samples", "_get_train_sampler"]
 
 

@@ -1,11 +1,10 @@
-"""Mutants of those who drive the door: training, ranks, federated, convex, command line."""
+"""Mutants of those who drive the door: training, federated, convex, command line."""
 
 from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
 PRIVATE = ("tests/training/test_private.py",)
-GROUP = ("tests/training/test_distributed.py",)
 FEDERATED = ("tests/federated/test_server.py",)
 
 DRIVERS = (
@@ -51,22 +50,6 @@ DRIVERS = (
         'return f"Outcome(losses={self.losses}, norms={self.norms})"',
         ("tests/training/test_outcome.py",),
         "evidence",
-    ),
-    Mutant(
-        "a user on two ranks counts twice",
-        "training/group/step.py",
-        "if (counts > 1).any():",
-        "if False:",
-        GROUP,
-        "P7",
-    ),
-    Mutant(
-        "every rank adds noise of its own",
-        "training/group/step.py",
-        "parameter.grad = shards.like(own, parameter.data)",
-        "parameter.grad = shards.like(own + torch.randn_like(own), parameter.data)",
-        GROUP,
-        "P7",
     ),
     Mutant(
         "a federated cohort may name a user twice",

@@ -88,20 +88,6 @@ class Unchanged(Central):
         optimizer.step(ids=ids)
 
 
-class Ranks(Central):
-    """privatize_distributed in a world of this one process; more of them in test_distributed."""
-
-    def bind(self, *args: Any, **settings: Any) -> Any:
-        import torch.distributed as dist
-
-        from noshuffle.training.distributed import privatize_distributed
-
-        if not dist.is_initialized():
-            store = dist.HashStore()
-            dist.init_process_group("gloo", store=store, rank=0, world_size=1)
-        return privatize_distributed(*args, **settings)
-
-
 class Sums(Driver):
     """PrivateSum."""
 
@@ -131,7 +117,6 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "central, per example": lambda: Central(PerExample),
     "central, compiled": Captured,
     "unchanged loop": Unchanged,
-    "many ranks": Ranks,
     "PrivateSum": Sums,
     "federated server": Federated,
     "learning stream": Learning,

@@ -5,14 +5,12 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import noshuffle as ns
 from noshuffle.errors import Unsupported
 from noshuffle.release.opening import fork
 from noshuffle.release.verify import verify
-from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.many import Setting, Study
 
 LOSS = nn.CrossEntropyLoss()
@@ -219,18 +217,6 @@ def test_the_unchanged_loop_stops_and_says_it(tmp_path) -> None:
             break
     assert any("NOT PRIVATE" in line for line in private.statement().assumptions)
     private.close()
-    assert verify(tmp_path / "run").answer == "NOT PRIVATE"
-
-
-def test_one_of_many_ranks(tmp_path) -> None:
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    try:
-        private = begin(tmp_path / "run", make=privatize_distributed, block=ROWS)
-        walk(private, LOOK + 1)
-        assert is_said(private.statement())
-        private.close()
-    finally:
-        dist.destroy_process_group()
     assert verify(tmp_path / "run").answer == "NOT PRIVATE"
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from noshuffle.clipping import ModelLoss, PerExample, PerLayer
@@ -505,6 +506,23 @@ def test_bad_input_is_one_line():
         make(model).save()
 
 
+@pytest.mark.parametrize(("ranks", "words"), [(2, "one device.* 2 ranks"), (1, "is sharded")])
+def test_several_ranks_and_shards_are_refused(ranks, words):
+    """Each rank would train a run of its own."""
+    from torch.distributed.fsdp import fully_shard
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=ranks)
+    try:
+        model = network()
+        if ranks == 1:
+            fully_shard(model, mesh=dist.init_device_mesh("cpu", (1,)))
+        with pytest.raises(Unsupported, match=words):
+            make(model)
+    finally:
+        dist.destroy_process_group()
+
+
 def test_replacing_one_example_moves_the_sum_by_at_most_two_clip_norms():
     """Sensitivity of the whole step, with an outlier far beyond the clip norm."""
     x, y = data()
@@ -622,6 +640,18 @@ def test_parts_of_a_batch_without_ids_are_judged_as_a_whole():
     assert private.outcome.losses.numel() == 6
     with pytest.raises(ParticipationViolation, match="seen before"):
         twice(SinglePass(steps=4))
+
+
+def test_units_of_parts_outside_their_participation_are_left_out():
+    x, y = data()
+    private = make(network(), plan_of(z=1.0), on_violation="drop")
+    for begins in ((0, 4), (6, 10), (0, 4), (12, 2)):
+        with private.accumulate() as step:
+            for begin in begins:
+                rows = slice(begin, begin + 4)
+                step.add(LOSS, (x[rows], y[rows]), ids=range(begin, begin + 4))
+    assert private.outcome.dropped == 6
+    assert [row.claimed_units for row in private.ledger.rows()] == [8, 6, 0, 2]
 
 
 def test_fallbacks_tell_of_a_compiled_wrapper():

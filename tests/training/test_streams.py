@@ -5,8 +5,6 @@ Stand-ins for streams and tensors: what waits for what, and what is marked as us
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -18,7 +16,6 @@ from noshuffle.plan import Plan
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.distributed import privatize_distributed
 from noshuffle.training.streams import StreamOrder
 
 DEVICE = torch.device("cuda", 0)
@@ -119,27 +116,16 @@ def test_steps_of_a_run_follow_each_other() -> None:
     assert order.times == 7
 
 
-@pytest.fixture
-def world(tmp_path: Path) -> Iterator[None]:
-    """A process group of one."""
-    torch.distributed.init_process_group(
-        "gloo", init_method=f"file://{tmp_path / 'store'}", rank=0, world_size=1
-    )
-    yield
-    torch.distributed.destroy_process_group()
-
-
-@pytest.mark.usefixtures("world")
-def test_steps_of_a_group_follow_each_other() -> None:
-    """Each part, and the release; what they share is the total in fixed point on their device."""
+def test_parts_of_an_eager_step_are_read_by_the_next() -> None:
+    """Each part, and the release: two sums, and losses, norms and marks, of every part before."""
     plan = Plan(participation=SinglePass(steps=3), strategy=identity(), noise_multiplier=1.0)
     model = torch.nn.Linear(2, 1)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     own: dict[str, Any] = {"clip_norm": 1.0, "batch_size": 4, "source": test_source(seed=1)}
-    private = privatize_distributed(model, optimizer, plan, **own)
+    private = privatize(model, optimizer, plan, **own)
     private._parts.streams = order = Followed()
     for _ in range(2):
         with private.accumulate() as step:
             for _ in range(2):
                 step.add(torch.nn.MSELoss(), (torch.randn(2, 2), torch.randn(2, 1)))
-    assert order.found == [0, 2, 2] * 2
+    assert order.found == [0, 5, 10] * 2

@@ -7,10 +7,6 @@ A step of the Trainer (`gradient_accumulation_steps` batches) is one private ste
 for example by example. `num_items_in_batch`, the division for accumulation and `max_grad_norm` act
 on the whole batch and have no place here. Data are read in their order. Losses are raw: not logged.
 
-With several processes the step is that of the group (`training.distributed`): every process reads
-the same batches and takes its rows, since accelerate would repeat rows to make the ends meet, and
-DDP would add up raw gradients.
-
 With a run folder training goes on where it was, whoever killed it: it holds model, optimizer,
 schedule, noise and Trainer, written whenever the Trainer saves. State: the batches of the step, and
 how many of the epoch were read.
@@ -21,28 +17,24 @@ from __future__ import annotations
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 import transformers
 from torch import Tensor
 from torch.utils.data import SequentialSampler
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.criteria import CriteriaByRow
-from noshuffle.clipping.objective import batch_size, take
+from noshuffle.clipping.objective import batch_size
 from noshuffle.errors import InvalidInput, instance_of
 from noshuffle.integrations.huggingface_checks import (
     is_indexable,
-    looked_at,
     part_size,
     participation_of,
     refuse,
-    refuse_other_data,
 )
 from noshuffle.integrations.huggingface_watch import (
     StepOptimizer,
@@ -53,9 +45,6 @@ from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
-from noshuffle.training.distributed import privatize_distributed
-from noshuffle.training.group.private import GroupPrivate
-from noshuffle.training.group.team import Team
 from noshuffle.training.rng import restore_rng
 from noshuffle.training.unchanged import PrivateOptimizer
 
@@ -87,7 +76,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
         units: whose each example is (one id per row of the data set), for plans of unit "user".
         loss_fn: one number per example, `ModelLoss(fn, by_row=True)`; by default the model's own.
-        privacy: further options of `privatize` (`privatize_distributed` on several processes).
+        privacy: further options of `privatize`.
     """
 
     private: Private
@@ -115,9 +104,6 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._resumed: dict[str, Any] | None = None
         refuse(self, plan, is_own_loss=loss_fn is output_loss, readers=_readers())
         self.add_callback(TrainerWatch(self))
-        if self.args.world_size > 1:  # as accelerate prepares it for evaluation: without DDP
-            prepare = self.accelerator.prepare_model
-            self.accelerator.prepare_model = partial(prepare, evaluation_mode=True)
 
     def statement(self) -> Any:
         """The guarantee of what was released so far, with all its assumptions."""
@@ -130,14 +116,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         inner = super().create_optimizer() if model is None else super().create_optimizer(model)
         size = part_size(self.args) * self.args.gradient_accumulation_steps
         options = {"batch_size": size, **self._options}
-        if self.args.world_size > 1:
-            looked = Team.of().meet("the data", lambda: looked_at(self.train_dataset, self._units))
-            refuse_other_data(looked)
-            for value in (*self.model.parameters(), *self.model.buffers()):
-                dist.broadcast(value.detach(), 0)  # as DDP does: all begin with those of rank 0
-            self.private = privatize_distributed(self.model, inner, self.plan, **options)
-        else:
-            self.private = privatize(self.model, inner, self.plan, **options)
+        self.private = privatize(self.model, inner, self.plan, **options)
         self.optimizer = StepOptimizer(self)
         return self.optimizer
 
@@ -166,14 +145,10 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
             return _without_loss(super().train(resume_from_checkpoint=folder, **options))
 
     def _checkpoints(self) -> list[dict[str, Any]]:
-        """The newest checkpoint of the run folder, if there is one; rank 0 reads it for all."""
-
-        def read() -> list[dict[str, Any]]:
-            paths = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
-            states = (checkpoint.load(path) for path in paths[-1:])
-            return [{name: state[name] for name in ("attached", "random")} for state in states]
-
-        return read() if self.args.world_size == 1 else Team.of().lead("a checkpoint", read)
+        """The newest checkpoint of the run folder, if there is one."""
+        paths = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
+        states = (checkpoint.load(path) for path in paths[-1:])
+        return [{name: state[name] for name in ("attached", "random")} for state in states]
 
     # What the Trainer would load from a folder of its own comes from the run folder.
     def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
@@ -197,19 +172,6 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         if self._run is not None:
             self.private.save()
 
-    def _get_dataloader(
-        self, dataset: Any, description: str, batch_size: int, **options: Any
-    ) -> Any:
-        """For training on several processes: the whole batches, on each of them."""
-        if self.args.world_size == 1 or not options.get("is_training"):
-            return super()._get_dataloader(dataset, description, batch_size, **options)
-        self.accelerator.prepare_data_loader = lambda loader, **_: loader
-        try:
-            size = batch_size * self.args.world_size
-            return super()._get_dataloader(dataset, description, size, **options)
-        finally:
-            del self.accelerator.prepare_data_loader
-
     def _get_train_sampler(self, train_dataset: Any = None) -> Any:
         data = self.train_dataset if train_dataset is None else train_dataset
         return SequentialSampler(data) if hasattr(data, "__len__") else None
@@ -223,9 +185,6 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         model.train()
         given = dict(inputs)
         ids = self._ids(batch_size((given,)))
-        if isinstance(self.private, GroupPrivate):
-            mine = self.private.rows(ids=ids)
-            (given,), ids = take((given,), torch.from_numpy(mine)), ids[mine]
         self._parts.append((dict(self._prepare_inputs(given)), ids))
         return torch.zeros((), device=self.args.device)
 
@@ -289,8 +248,8 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
 
 def _readers() -> dict[str, type]:
     """Methods that decide which rows a step reads, and whose they must be."""
-    own = dict.fromkeys(("_get_dataloader", "_get_train_sampler"), PrivateTrainer)
-    return {**own, **dict.fromkeys(("get_train_dataloader", "get_batch_samples"), _Trainer)}
+    theirs = ("_get_dataloader", "get_train_dataloader", "get_batch_samples")
+    return {"_get_train_sampler": PrivateTrainer, **dict.fromkeys(theirs, _Trainer)}
 
 
 def _without_loss(output: Any) -> Any:

@@ -110,7 +110,7 @@ class PrivateTrainerCallback(_TrainerCallback):  # type: ignore[misc]
                 args.train_sampling_strategy != "sequential"
             ),
             "report_to: reporters see raw losses first; give report_to=[]": bool(args.report_to),
-            "several processes or devices; use noshuffle.training.privatize_distributed": (
+            "several processes or devices; this version trains on one device": (
                 args.world_size > 1 or args.n_gpu > 1
             ),
             "label_smoothing_factor, a mean over the batch; use PrivateTrainer with loss_fn=": (

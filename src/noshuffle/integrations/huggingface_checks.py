@@ -2,7 +2,6 @@
 
     participation_of(args, dataset)   once in every epoch, as the arguments cut it into steps
     refuse(trainer, plan, …)          arguments that order, scale, sample or skip rows otherwise
-    refuse_other_data(looks)          processes whose data sets differ: rows are known by places
     refuse_moved_data(before, now)    a run that goes on with data in another order
 
 Used by `huggingface.PrivateTrainer`. No state.
@@ -28,7 +27,6 @@ from noshuffle.participation import Epochs, MinSeparation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.fingerprint import of_batch
 from noshuffle.training.batches import refuse_passes
-from noshuffle.training.group.team import all_agree
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.user_warnings import warn_user
 
@@ -61,8 +59,8 @@ def steps_per_epoch(args: transformers.TrainingArguments, dataset: Any) -> int:
 
 
 def part_size(args: transformers.TrainingArguments) -> int:
-    """Examples of one batch, of all processes together."""
-    return int(args.per_device_train_batch_size) * int(args.world_size)
+    """Examples of one batch."""
+    return int(args.per_device_train_batch_size)
 
 
 def is_indexable(data: Any) -> bool:
@@ -89,20 +87,9 @@ def looked_at(data: Any, units: Any, *, secret: bytes = b"") -> Looked:
     return len(data), whose, [one if one == again else "" for one, again in pairs]
 
 
-def refuse_other_data(looked: Sequence[Looked]) -> None:
-    """Rows are known by their places: those that a process has in another order (shuffled without a
-    seed, say) would count under the ids of others, and an example twice."""
-    all_agree([{"len(train_dataset)": n, "units": own} for n, own, _ in looked])
-    for rank, (_, _, others) in enumerate(looked):
-        if _are_others(looked[0][2], others):
-            raise InvalidInput(
-                f"train_dataset has other rows on rank {rank} than on rank 0, at the same places; "
-                "give every process the same data in the same order (shuffle with a seed)"
-            )
-
-
 def refuse_moved_data(before: Looked, now: Looked) -> None:
-    """The same of a run that goes on: its ledger knows rows by the places that they had."""
+    """The ledger of a run knows rows by the places that they had when it began: moved, they would
+    count under the ids of others, and an example twice."""
     is_moved = before[0] == now[0] and _are_others(before[2], now[2])
     if is_moved or before[:2] != now[:2]:
         what = "rows" if is_moved else "length" if before[0] != now[0] else "units"
@@ -194,15 +181,14 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
     reasons = {
         "train_sampling_strategy orders examples by what is in them; use 'sequential'": grouped,
         "fp16 scales the loss of a batch; use bf16": args.fp16,
-        "several devices in one process (DataParallel); start one process for each: accelerate "
-        "launch --num_processes": args.n_gpu > 1,
-        "a data set without a length on several processes, which may read it differently": (
-            args.world_size > 1 and not is_indexable(trainer.train_dataset)
+        "several devices (DataParallel); this version trains on one, set CUDA_VISIBLE_DEVICES": (
+            args.n_gpu > 1
         ),
-        "DeepSpeed and FSDP; use noshuffle.training.privatize_distributed": bool(
+        "several processes; this version trains on one device": args.world_size > 1,
+        "DeepSpeed and FSDP; this version trains on one device": bool(
             args.deepspeed or getattr(args, "fsdp", None)
         ),
-        "parallelism_config; parameters must be whole on every process": bool(
+        "parallelism_config; this version trains on one device": bool(
             getattr(args, "parallelism_config", None)
         ),
         "label_smoothing_factor is a mean over the batch; put it into loss_fn": (

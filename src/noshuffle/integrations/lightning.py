@@ -249,7 +249,7 @@ def _refuse(trainer: Any, module: Any, plan: Plan) -> None:
     reasons = {
         "manual optimisation; use private.step there": not module.automatic_optimization,
         "several optimizers; use private.step": len(trainer.strategy.optimizers) != 1,
-        "several processes; use noshuffle.training.privatize_distributed": trainer.world_size > 1,
+        "several processes; this version trains on one device": trainer.world_size > 1,
         "the strategy {strategy}; use one device (strategy='auto')": (
             type(trainer.strategy).__name__ != "SingleDeviceStrategy"
         ),

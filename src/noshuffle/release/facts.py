@@ -1,6 +1,6 @@
 """What a run is tied to from its first step on, and what its facts add to a statement.
 
-Central, distributed, federated and convex runs bind the same facts by the same functions, so that
+Central, federated and convex runs bind the same facts by the same functions, so that
 one `verify` reads every run folder, and one refusal says the same thing everywhere. A fact is what
 the ledger holds in its hash chain; a sentence is what somebody who reads the statement has to know
 of it.
@@ -51,9 +51,8 @@ FINGERPRINTS_ONLY = (
     "batches is the word of whoever built them."
 )
 IN_PARTS = (
-    "Steps came in several parts without ids (parts of a batch, or what several ranks brought): "
-    "that no unit sits in two of them is the word of whoever cut them; only parts that are the "
-    "same as a whole were refused."
+    "Steps came in several parts without ids: that no unit sits in two of them is the word of "
+    "whoever cut them; only parts that are the same as a whole were refused."
 )
 UNCHANGED_LOOP = (
     "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."

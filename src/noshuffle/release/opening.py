@@ -19,7 +19,7 @@ import os
 import shutil
 import sqlite3
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -45,7 +45,6 @@ from noshuffle.release.unfinished import is_half_sealed
 from noshuffle.strategies.recipe import Recipe
 
 Run = RunFolder | str | Path | None
-MakeLedger = Callable[..., Ledger]
 
 
 @dataclass(frozen=True)
@@ -80,10 +79,9 @@ def open_run(
     run: Run,
     source: Source | None,
     device: torch.device,
-    make: MakeLedger,
     budget: account.Account | None = None,
 ) -> Opened:
-    """Begin a run or come back to it; `make` opens its ledger at a file (None: in memory).
+    """Begin a run or come back to it.
 
     Guarantees: when this returns, all draws that no released step has used are under keys that no
     other process has (test sources excepted), and these keys are on the disk, readable by their
@@ -99,7 +97,7 @@ def open_run(
     recipe = plan.strategy.recipe(plan.steps)
     kind = (source or Source(bytes(32))).on(device).kind
     if folder is None:
-        ring, ledger = KeyRing.new(source).on(kind), make(path=None)
+        ring, ledger = KeyRing.new(source).on(kind), Ledger(plan.guarded, unit=plan.unit)
         begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     if not folder.is_started:
@@ -123,7 +121,7 @@ def open_run(
         if source is not None and source.fingerprint != ring.given:
             raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
     with _damage_named(folder.ledger_file):
-        ledger = make(path=_ledger_path(folder, plan))
+        ledger = Ledger(plan.guarded, path=_ledger_path(folder, plan), unit=plan.unit)
     try:
         with _damage_named(folder.ledger_file):
             _check_ledger(folder, ledger, ring)

@@ -28,7 +28,6 @@ from __future__ import annotations
 import hashlib
 import hmac
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -42,7 +41,7 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positi
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release import account, digest, tags
-from noshuffle.release.ledger import Admission, Ledger
+from noshuffle.release.ledger import Admission
 from noshuffle.release.opening import Run, open_run
 from noshuffle.release.run_state import RunState
 from noshuffle.release.unit_ids import Ids, ids_and_kind
@@ -93,8 +92,7 @@ class Release(RunState):
             divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
         place = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
-        make = partial(Ledger, plan.guarded, unit=plan.unit)
-        opened = open_run(plan, run=run, source=source, device=place, make=make, budget=budget)
+        opened = open_run(plan, run=run, source=source, device=place, budget=budget)
         try:
             return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)
         except BaseException as error:
@@ -135,15 +133,10 @@ class Release(RunState):
         found, kind = ids_and_kind(ids, secret=self.id_secret)
         if rows not in (None, len(found)):
             raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
-        self.know_by(kind, is_question=is_question)
+        self._know_by(kind, is_question=is_question)
         return found
 
-    @property
-    def kind_of_ids(self) -> str:
-        """ "integers" or "names", once units came with ids."""
-        return self._kind_of_ids
-
-    def know_by(self, kind: str, *, is_question: bool = False) -> None:
+    def _know_by(self, kind: str, *, is_question: bool = False) -> None:
         """Units are told apart by ids of this kind, and of no other from here on."""
         if kind and kind != self._kind_of_ids:
             if self._kind_of_ids:

@@ -49,7 +49,6 @@ class RunState(OneOwner):
         clip: Clip | CountingClip | BySteps,
         divisor: float | BySteps,
         device: torch.device,
-        starts: Mapping[str, int] | None = None,
         facts: Mapping[str, str] | None = None,
     ) -> None:
         self.plan, self.divisor, self.folder = plan, divisor, opened.folder
@@ -78,7 +77,6 @@ class RunState(OneOwner):
             scale=scale,
             steps=plan.steps,
             device=device,
-            starts=starts,
         )
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back

@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, Flat, auto, validate
@@ -109,8 +110,8 @@ def privatize(
     # A distributed tensor, known by its mesh: the class itself takes seconds to import.
     if sharded := [name for name, p in parameters.items() if hasattr(p, "device_mesh")]:
         raise Unsupported(
-            f"privatize trains whole parameters in one process, {sharded[0]!r} is sharded "
-            "(fully_shard); use noshuffle.training.privatize_distributed"
+            f"this version trains whole parameters on one device, {sharded[0]!r} is sharded; leave "
+            "fully_shard out"
         )
     device = one_device(parameters)
     release = Release.begin(
@@ -182,6 +183,11 @@ def check_arguments(
     unit: str | None,
 ) -> None:
     """Refuse what no private run can be made of."""
+    if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
+        raise Unsupported(
+            f"this version trains on one device, and torch.distributed has {ranks} ranks, of which "
+            "each would train a run of its own; start one process, without torchrun"
+        )
     whole(batch_size=batch_size)
     if (clip_norm is None) == (clip is None):
         raise InvalidInput("give exactly one of clip_norm and clip")

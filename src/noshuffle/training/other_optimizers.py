@@ -28,7 +28,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.hooks import RemovableHandle
 
@@ -98,20 +98,15 @@ def _refuse_strangers(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) 
     with _changing:
         runs = list(_trained.values())
     # Asked for anew each time: values may have been moved to another device meanwhile.
-    ids, places = {id(p) for p in given}, {_place(p) for p in given} - {0}
+    ids, places = {id(p) for p in given}, {memory(p) for p in given} - {0}
     for own_optimizer, parameters in runs:
         if own_optimizer == id(optimizer):  # refused by a hook of its own (`hooks.guard`)
             continue
         for name, parameter in parameters.items():
-            if id(parameter) in ids or _place(parameter) in places:
+            if id(parameter) in ids or memory(parameter) in places:
                 kind = type(optimizer).__name__
                 raise Unsupported(
                     f"this {kind} is not the optimizer of the private run that trains {name!r}, "
                     f"and would move it by raw gradients; use private.step alone, give the {kind} "
                     "other parameters, or end the run before (private.close())"
                 )
-
-
-def _place(t: Tensor) -> int:
-    """`memory` of a tensor; of a distributed one, that of this rank's part."""
-    return memory(t if type(t) is nn.Parameter else getattr(t, "_local_tensor", t))

@@ -41,7 +41,6 @@ from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
 from noshuffle.training.check import LoaderCheck, check_loader
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.compiled.parts import PartSums, StepInParts
 from noshuffle.training.first_step import first_look, first_step
 from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome, Unread
@@ -68,7 +67,6 @@ class Private(TrainingRun):
         super().__init__(model, plan, parts)
         self.compiled: Compiled | None = None
         self.not_compiled = ""
-        self._sums: PartSums | None = None
         self.augment = augment
         self._copies = None
         if augment is not None:
@@ -90,8 +88,7 @@ class Private(TrainingRun):
     def why(self) -> str:
         """How a step is computed, and the reasons."""
         how = f"not compiled: {self.not_compiled}" if self.compiled is None else self.compiled.why
-        parts = "" if self._sums is None else self._sums.why
-        every = (getattr(self._parts.engine, "why", ""), how, parts)
+        every = (getattr(self._parts.engine, "why", ""), how)
         return "; ".join(part for part in every if part)
 
     @property
@@ -100,9 +97,7 @@ class Private(TrainingRun):
         notes = list(getattr(self._parts.engine, "fallbacks", ()))
         if self.model is not self._parts.model and UNCOMPILED not in notes:
             notes.append(UNCOMPILED)
-        for own in (self.compiled, self._sums):
-            notes += [] if own is None else own.fallbacks
-        return notes
+        return notes + ([] if self.compiled is None else self.compiled.fallbacks)
 
     def step(self, loss_fn: Criterion | ModelLoss, *batch: Any, ids: Any = None) -> float:
         """One private step: guard, clip, sum, record, noise, divide, update.
@@ -152,7 +147,7 @@ class Private(TrainingRun):
                     self._parts.pass_writes = None
                 seen = self.compiled.step(loss_fn, cuttable(batch), ids, index=self._index)
         if seen is None:
-            step = self._new_step()
+            step = Step(self._parts, index=self._index)
             with at_work(self._listener):  # a loss that steps the optimizer is refused
                 step.add(loss_fn, batch, ids=ids, is_last=True)
             with at_work(self._listener, self._parts.optimizer):
@@ -173,52 +168,24 @@ class Private(TrainingRun):
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
         if self._index:
-            with self._accumulate(is_captured=True) as step:
+            with self._accumulate() as step:
                 yield step
             return
-        with first_step(self._parts) as hear, self._accumulate(is_captured=True) as step:
+        with first_step(self._parts) as hear, self._accumulate() as step:
             step.hear = hear
             yield step
 
-    def _part_sums(self) -> PartSums | None:
-        """Graphs of the sums of parts, where steps are compiled.
-
-        Not for a clip norm that follows a quantile: its count is made of the norms of all parts.
-        """
-        if self.compiled is None or self._parts.threshold.is_adaptive:
-            return None
-        if self._sums is None or self._sums.compiled is not self.compiled:
-            self._sums = PartSums(self.compiled)
-        return self._sums
-
     @contextmanager
-    def _accumulate(self, *, is_captured: bool = False) -> Iterator[Step]:
+    def _accumulate(self) -> Iterator[Step]:
         self.check_owner()
         with self._turn:
-            yield from self._accumulated(is_captured)
-
-    def _accumulated(self, is_captured: bool) -> Iterator[Step]:
-        self._parts.check_open()
-        sums = self._part_sums() if is_captured else None
-        step = self._new_step()
-        if sums is not None:
-            step = StepInParts(self._parts, index=self._index, sums=sums)
-        try:
-            if sums is not None and not sums.begin(step):  # another step has the total
-                step = self._new_step()
+            self._parts.check_open()
+            step = Step(self._parts, index=self._index)
             with at_work(self._listener):
                 yield step
             with at_work(self._listener, self._parts.optimizer):
                 seen = step.release()
-        except BaseException:
-            step.give_up()
-            raise
-        if not self._is_looked_at and isinstance(seen, Unread):
-            seen = seen.read()
-        self._finish(seen)
-
-    def _new_step(self) -> Step:
-        return Step(self._parts, index=self._index)
+            self._finish(seen)
 
     def _finish(self, seen: Outcome | Unread) -> None:
         self._outcome = seen

@@ -19,9 +19,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -38,12 +36,9 @@ from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import untraced
 from noshuffle.training.mixing import MIXED, are_mixed, first_rows
-from noshuffle.training.outcome import Outcome, Unread
+from noshuffle.training.outcome import Outcome
 from noshuffle.training.step_parts import Parts
 from noshuffle.user_warnings import warn_user
-
-#: Sets the random numbers that layers draw, for the sum of a part.
-Rng = Callable[[], AbstractContextManager[None]]
 
 
 @dataclass
@@ -66,8 +61,6 @@ class Step:
     same sum leaves again, or nothing.
     """
 
-    #: Whether random layers of a part can draw what they drew before (`seed` of `add`).
-    can_replay_masks = True
     #: Who is told of every part as it comes, if anybody is (`first_step`).
     hear: Callable[[tuple[Any, ...]], None] | None = None
 
@@ -136,8 +129,7 @@ class Step:
         for parameter in parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
         own_seed = parts.release.seed(self.index, len(self._sums)) if seed is None else seed
-        rng = partial(seeded, own_seed, parts.device)
-        self._sums.append(self._add_up(loss_fn, batch, own, keep, size=size, rng=rng))
+        self._sums.append(self._add_up(loss_fn, batch, own, keep, seed=own_seed))
 
     def _add_up(
         self,
@@ -146,28 +138,12 @@ class Step:
         ids: Ids | None,
         keep: Mask | None,
         *,
-        size: int,
-        rng: Rng,
+        seed: int,
     ) -> ClippedSum:
-        """The clipped sum of one part, added to those of the parts before."""
-        part = self._by_engine(loss_fn, batch, ids, keep, rng=rng)
-        if self._sums:
-            for name, value in self._sums[0].values.items():
-                value.add_(part.values[name])
-        return part
-
-    def _by_engine(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        ids: Ids | None,
-        keep: Mask | None,
-        *,
-        rng: Rng,
-    ) -> ClippedSum:
-        """The clipped sum of the rows of a part that count; its fingerprint is begun before."""
+        """The clipped sum of the rows of a part that count, added to those of the parts before; the
+        fingerprint of the part is begun before it."""
         parts, units, late = self.parts, None, self._coming
-        if late is not None and late.found is None:
+        if late is not None:
             late.found = fingerprint.begin(late.batch, None, secret=parts.secret)
         if keep is not None:
             batch = take(batch, torch.from_numpy(keep))
@@ -176,15 +152,18 @@ class Step:
             own = ids if keep is None else ids[keep]
             units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
         clip, reduce = parts.threshold.clip, parts.reduce
-        with rng():
+        with seeded(seed, parts.device):
             part = parts.engine.clipped_sum(
                 parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
             )
         parts.guard.check_names(part.values)
+        if self._sums:
+            for name, value in self._sums[0].values.items():
+                value.add_(part.values[name])
         return part
 
     @untraced
-    def release(self) -> Outcome | Unread:
+    def release(self) -> Outcome:
         """Commit, add noise, divide by the planned batch size, update."""
         parts = self.parts
         if parts.is_over:
@@ -197,7 +176,7 @@ class Step:
             raise InvalidInput("a part of this batch failed and is not in its sum; begin it anew")
         self._settle()
         admission = self._admission or self._admit(is_partial=False)
-        values = self._total()
+        values = self._sums[0].values
         if admission.is_empty:  # of parts without ids, nobody knew before the last one
             self._leave_out_(values)
         if self._nameless > 1:  # a fact that the statement repeats
@@ -208,26 +187,18 @@ class Step:
         if not parts.skips_replays:
             raise parts.release.refusal(self.index)
         parts.release.skip()
-        seen = self._outcome()
-        return replace(seen if isinstance(seen, Outcome) else seen.read(), is_skipped=True)
+        return replace(self._outcome(), is_skipped=True)
 
     def _close(self, admission: Admission, values: dict[str, Tensor]) -> bool:
         """Commit; then noise, division and update. False where a repeated sum differs."""
-        parts = self.parts
-        if not self._commit(admission, values):
-            return False
-        parts.release.add_noise_(values)
-        self._give(values)
-        parts.release.learn(self._sums, step=self.index)
-        parts.optimizer.step()
-        return True
-
-    def give_up(self) -> None:
-        """The step does not come to its end: nothing raw of it is left where a next one looks."""
-
-    def _commit(self, admission: Admission, values: dict[str, Tensor]) -> bool:
         release = self.parts.release
-        return release.commit(admission, release.digest(values, release.counted(self._sums)))
+        if not release.commit(admission, release.digest(values, release.counted(self._sums))):
+            return False
+        release.add_noise_(values)
+        self._give(values)
+        release.learn(self._sums, step=self.index)
+        self.parts.optimizer.step()
+        return True
 
     def _leave_out_(self, values: dict[str, Tensor]) -> None:
         """Nothing of the batch may be used: noise alone is released, and nothing is learned."""
@@ -248,10 +219,6 @@ class Step:
         """What parts have left that the next one, or the release, reads."""
         rows = (t for s in self._sums for t in (s.losses, s.norms, s.bad))
         return [*(v for s in self._sums for v in s.values.values()), *rows]
-
-    def _total(self) -> dict[str, Tensor]:
-        """The clipped sum of the whole batch (`group.step` adds up over the ranks)."""
-        return self._sums[0].values
 
     def _give(self, values: dict[str, Tensor]) -> None:
         """Hand the private gradient to the optimizer."""
@@ -326,7 +293,7 @@ class Step:
         """What the newest part saw, for its maker."""
         return self._sums[-1].losses
 
-    def _outcome(self) -> Outcome | Unread:
+    def _outcome(self) -> Outcome:
         if len(self._sums) == 1:
             only = self._sums[0]
             return Outcome(only.losses, only.norms, only.bad, self._dropped, only.shown)

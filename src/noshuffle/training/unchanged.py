@@ -48,8 +48,9 @@ from noshuffle.user_warnings import warn_user
 
 MASKS = (
     "the second pass of `loss.backward()` gives other outputs than the first: it draws other "
-    "dropout masks (the batch is done {why}) or other random numbers, mixes examples (is the batch "
-    "axis first?), or the model or its hooks keep something between calls; use private.step"
+    "dropout masks (the batch is done in parts or one by one, see private.fallbacks) or other "
+    "random numbers, mixes examples (is the batch axis first?), or the model or its hooks keep "
+    "something between calls; use private.step"
 )
 BEYOND = (
     "loss.backward() gave gradients beyond those of the passes through the model (a penalty on "
@@ -208,8 +209,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 size, inputs = size_of(one), inputs_of(one)
                 part = None if given is None else given[at : at + size]
                 at += size
-                if one.is_random and not step.can_replay_masks:
-                    raise Unsupported(MASKS.format(why="on several ranks"))
                 batch: tuple[Any, ...] = (*inputs, one.cast, one.sent_back)
                 loss_fn = ModelLoss(linear_loss, by_row=True)
                 if one.own_loss is not None:
@@ -222,8 +221,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                         raise
                     why = str(error).partition("\n")[0]
                     raise Unsupported(UNCUT.format(why=why)) from error
-                if step.can_replay_masks:
-                    _check_again(one, step.losses, now, is_due=one.is_random or is_power)
+                _check_again(one, step.losses, now, is_due=one.is_random or is_power)
                 if one.own_loss is None and (self._parts.is_mixing or (is_power and size > 1)):
                     _check_apart(self._parts, loss_fn, batch)
             if given is not None and at != len(given):
@@ -286,8 +284,7 @@ def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> N
         first.norm() + 1e-3 * torch.as_tensor(size, device=first.device).sqrt(),
     )
     if bool((gap > share * scale) | gap.isnan()):
-        why = MASKS.format(why="in parts or one by one, see private.fallbacks")
-        raise Unsupported(MOVED if is_moved else why)
+        raise Unsupported(MOVED if is_moved else MASKS)
 
 
 def _check_raw(parts: Parts, passes: list[Pass], factor: float | None, now: list[int]) -> None:

@@ -95,6 +95,22 @@ def test_captured_run_equals_the_eager_run(optimizer, strategy, off_grid):
     assert [r.batch for r in fast.ledger.rows()] == [r.batch for r in slow.ledger.rows()]
 
 
+def test_captured_steps_between_batches_in_parts_equal_the_eager_run(off_grid):
+    """Parts are eager: the graphs go on behind them."""
+    runs, (x, y) = [make(compile=c) for c in (False, "auto")], data()
+    for private in runs:
+        for t in range(8):
+            if t % 2 == 0:
+                list(walk(private, 1, start=t))
+                continue
+            with private.accumulate() as step:
+                for begin in (SIZE * (t % 4), SIZE * (t % 4) + 6):
+                    rows = slice(begin, begin + 6)
+                    step.add(LOSS, (x[rows], y[rows]), ids=range(begin, begin + 6))
+    assert not runs[1].fallbacks
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), **CLOSE)
+
+
 @pytest.mark.slow
 def test_fused_run_equals_the_eager_run():
     slow, fast = make(compile=False), make(compile=True)

@@ -44,12 +44,8 @@ def choose(
     *,
     fuse: bool,
     say: Callable[[str], None],
-    only: str = "",
 ) -> str | None:
-    """Capture the best form that agrees, and name it.
-
-    With `only`, that form or none, and the ledger is not told.
-    """
+    """Capture the best form that agrees, and name it."""
     parts, clip = program.parts, program.parts.threshold.clip
     bound = clip.bound(tuple(parts.parameters))
     is_half = any(p.dtype in HALF for p in parts.parameters.values())
@@ -72,8 +68,8 @@ def choose(
     if not agree(eager(), truth, bound=bound, is_half=is_half):
         say("two runs on the same batch differ, so the model draws from elsewhere: eager")
         return None
-    fact = "" if only else parts.ledger.meta(FACT) or ""
-    wanted = fact.rpartition("; ")[0] or only
+    fact = parts.ledger.meta(FACT) or ""
+    wanted = fact.rpartition("; ")[0]
     builders = candidates(
         parts.engine,
         parts.model,
@@ -103,7 +99,7 @@ def choose(
             line = " ".join(str(error).split())[:160]
             say(f"the sum by {name} was not taken ({type(error).__name__}: {line})")
             continue
-        if not fact and not only:
+        if not fact:
             parts.ledger.bind(FACT, f"{name}; {'exact' if _repeats(program) else 'inexact'}")
         return name
     return None

@@ -80,14 +80,10 @@ class Program(BatchBuffers):
         )
         self._is_shown = False
         self.sums: Sums | None = None
-        #: Losses, norms and non-finite marks of all rows, on the device.
-        self.seen: Tensor | None = None
         self._digest = self._sum = Captured(lambda: None, captures=False)
-        self._total_fn: TotalFn | None = None
-        self._onto: dict[str, Tensor] = {}
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
-        #: What becomes of the sum, where that is one of a whole batch.
+        #: What becomes of the sum.
         self.ending: CapturedRelease | None = None
 
     def _host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -121,15 +117,12 @@ class Program(BatchBuffers):
 
     def capture_sum(self, total: TotalFn) -> None:
         """Ready the clipped sum by one of its forms; a former one is forgotten."""
-        self._is_shown, self._total_fn = False, total
+        self._is_shown = False
 
         def do() -> None:
             if self.has_digest:
                 self._do_digest()
             sums = total(self.batch, self.keep)
-            if self._onto:
-                own = [sums.values[name] for name in self._onto]
-                torch._foreach_add_([*self._onto.values()], own)
             report = sums.report
             if report is None:
                 report = torch.stack([t.float() for t in (sums.losses, sums.norms, sums.bad)])
@@ -138,7 +131,7 @@ class Program(BatchBuffers):
                 self.moving.count_(report[1], present)
             self._report.copy_(report, non_blocking=True)
             self._summed.raise_()
-            self.sums, self.seen = sums, report
+            self.sums = sums
 
         with repeatable():
             if self.captures:
@@ -146,18 +139,8 @@ class Program(BatchBuffers):
             self._sum = self._captured(do)
         self._reset()
 
-    def add_onto(self, total: dict[str, Tensor]) -> None:
-        """Add every sum from the next one on to this total; the sum must be ready."""
-        assert self._total_fn is not None
-        before = [value.clone() for value in total.values()]
-        self._onto = total
-        try:
-            self.capture_sum(self._total_fn)
-        finally:  # what was tried is none of the total
-            torch._foreach_copy_([*total.values()], before)
-
     def end_with(self, update: Update) -> None:
-        """Ready what becomes of the sum, which must be ready: it is the sum of a whole batch."""
+        """Ready what becomes of the sum, which must be ready."""
         more: dict[str, Any] = {"captures": self.captures, "moving": self.moving}
         self.ending = CapturedRelease(
             self.parts, lambda: self.values, keys=self._keys, pool=self._pool, **more

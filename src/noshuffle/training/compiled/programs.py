@@ -2,7 +2,7 @@
 
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses: a
 batch is given the program that was captured for exactly these, and a tensor of model or loss that
-lies elsewhere makes all programs worthless. `Compiled` captures whole steps, `blocks` clipped sums.
+lies elsewhere makes all programs worthless. `Compiled` captures the steps.
 At calls that are drawn (`clipping.looks`) the model is looked at without a graph; if it mixes
 examples by now, steps are eager from there on. State: the programs, what they must keep alive, and
 the log `fallbacks`.
@@ -121,8 +121,8 @@ class Programs:
         last = self._last
         if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
             return None
-        if self._calls + 1 >= self._due or last.program.capacity != self.capacity:
-            return None  # `find` looks at the model, or for another program
+        if self._calls + 1 >= self._due:
+            return None  # `find` looks at the model
         sizes: set[int] = set()
         for leaf, (shape, dtype) in zip(batch, last.kinds):
             if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or not leaf.dim():
@@ -167,7 +167,7 @@ class Programs:
         )
         modes = [module.training for module in self._modules]
         numerics = _numerics()
-        key = (id(loss_fn), spec, kinds, tuple(modes), numerics, self.capacity)
+        key = (id(loss_fn), spec, kinds, tuple(modes), numerics)
         if size > 1 and key in self._programs:
             self._calls += 1
             if self._calls >= self._due and not self._is_apart(loss_fn, batch):
@@ -215,12 +215,11 @@ class Programs:
         batch: tuple[Any, ...],
         size: int,
         *,
-        fuse: bool = False,
-        only: str = "",
-        has_digest: bool = False,
-        finish: Callable[[Program], None] | None = None,
+        fuse: bool,
+        has_digest: bool,
+        finish: Callable[[Program], None],
     ) -> tuple[Program, str] | None:
-        """A program with the best form of the clipped sum (with `only`, that one), and its name.
+        """A program with the best form of the clipped sum, and its name.
 
         `finish` captures the rest. None where anything fails: `fallbacks` has the reason.
         """
@@ -242,11 +241,10 @@ class Programs:
                 program.weigh(size, None)
                 program.stage_units(size, None, np.arange(size) // 2)
                 with put_back_after(self.parts.model):  # its runs are trials, not steps
-                    chosen = choose(program, loss_fn, fuse=fuse, say=self.say, only=only)
+                    chosen = choose(program, loss_fn, fuse=fuse, say=self.say)
                 if chosen is None:
                     return None
-                if finish is not None:
-                    finish(program)
+                finish(program)
             except Exception as error:
                 line = " ".join(str(error).split())[:200]
                 self.say(f"not captured ({type(error).__name__}: {line}): eager")

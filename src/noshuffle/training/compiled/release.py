@@ -3,9 +3,8 @@
     digest    of the sum, for a step that somebody must compare first       → 24 bytes to the host
     release   the same; add the noise, divide, update                       → 24 bytes to the host
 
-A `program` of single steps releases its own sum; parts of a batch (`parts`) add up to one that is
-released for all of them. Nothing here decides anything: the ledger must hold the step. State: what
-was captured, and digests on their way to the host.
+Nothing here decides anything: the ledger must hold the step. State: what was captured, and digests
+on their way to the host.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ def _as_it_lies(value: Tensor, parameter: Tensor) -> Tensor:
 
 class CapturedRelease:
     """Digest, noise, division and update for the sum that `values_fn` gives; what a graph was
-    captured with stays where it is.
-
-    With `is_kept` the sum stays as it was and the private gradient lies beside it; otherwise it
-    takes the place of the sum.
+    captured with stays where it is. The private gradient takes the place of the sum.
 
     Guarantees: `release` adds the noise of the next step of the stream, once.
     """
@@ -62,11 +58,9 @@ class CapturedRelease:
         captures: bool,
         moving: DeviceThreshold | None = None,
         pool: Any = None,
-        is_kept: bool = False,
     ) -> None:
         self.parts, self.captures = parts, captures
         self._values_fn, self._moving, self._pool = values_fn, moving, pool
-        self._is_kept = is_kept
         self._grads: dict[nn.Parameter, Tensor] = {}
         self.update: Update | None = None
         self._frozen: list[FrozenSetting] = []
@@ -117,8 +111,6 @@ class CapturedRelease:
         if self._ring is not None:
             self._publish()
         moving, values = self._moving, self._values_fn()
-        if self._is_kept:
-            values = dict(zip(values, torch._foreach_mul(list(values.values()), 1.0)))
         own = list(values.values())
         if moving is not None:
             torch._foreach_mul_(own, moving.before)
