@@ -168,5 +168,5 @@ def test_what_is_no_stage() -> None:
         Plan(participation=part, strategy=identity(), noise_multiplier=1.0)
     phases = Phases(parts=(StrategyPhase(identity(), 2, 2), StrategyPhase(identity(), 2, 2)))
     plan = Plan(participation=part, strategy=phases, noise_multiplier=1.0)
-    with pytest.raises(Unsupported, match="Monte Carlo"):
-        plan.monte_carlo(samples=1000)
+    with pytest.raises(Unsupported, match="no overlaps"):
+        plan.positions(plan.steps)

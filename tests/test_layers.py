@@ -39,7 +39,6 @@ LAYERS = {
     "plan_statement": 2,
     "plan_strategy": 2,
     "theory": 2,
-    "owners": 2,
     "noise": 3,
     "clipping": 3,
     "optim": 3,
@@ -74,7 +73,6 @@ TOGETHER = (
         "plan_record",
         "plan_statement",
         "plan_strategy",
-        "owners",
         "extension",
     },
 )
@@ -82,7 +80,6 @@ WITHOUT_TORCH = {
     "lazy_names",
     "rounding",
     "user_warnings",
-    "owners",
     "errors",
     "participation",
     "strategies",

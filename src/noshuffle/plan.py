@@ -199,15 +199,6 @@ class Plan:
         """
         return plan_positions.positions(self, steps)
 
-    def monte_carlo(
-        self, *, samples: int = 10**6, seed: int | None = None
-    ) -> accounting.monte_carlo.Interval:
-        """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
-
-        Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
-        """
-        return plan_positions.monte_carlo_epsilon(self, samples=samples, seed=seed)
-
     @property
     def multiplier_of_sensitivity(self) -> float:
         """Two when a unit is replaced by another, one when it is zeroed out, added or removed.

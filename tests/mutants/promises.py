@@ -231,14 +231,6 @@ PROMISES = (
         "P3",
     ),
     Mutant(
-        "the failure of Monte Carlo is no part of δ",
-        "accounting/monte_carlo.py",
-        "level = delta - failure",
-        "level = delta",
-        ("tests/accounting/test_monte_carlo.py",),
-        "accounting",
-    ),
-    Mutant(
         "secret positions: the smaller direction is stated",
         "accounting/bins.py",
         "return min(1.0, max(both))",
@@ -268,22 +260,6 @@ PROMISES = (
         "fourier.AnyRelease(*losses(ratio), steps=self.epochs)",
         "fourier.AnyRelease(*losses(ratio), steps=1)",
         ("tests/budget/test_sampled_costs.py",),
-        "accounting",
-    ),
-    Mutant(
-        "Monte Carlo: one direction is enough",
-        "accounting/monte_carlo.py",
-        "return all(one.is_below(drawn, level, failure / 4)",
-        "return any(one.is_below(drawn, level, failure / 4)",
-        ("tests/accounting/test_monte_carlo.py",),
-        "accounting",
-    ),
-    Mutant(
-        "Monte Carlo: losses that are cut off cost nothing",
-        "accounting/monte_carlo.py",
-        "reach, charge = -2 * math.expm1(epsilon - top), _SHARE * delta",
-        "reach, charge = -2 * math.expm1(epsilon - top), 0.0",
-        ("tests/accounting/test_monte_carlo.py",),
         "accounting",
     ),
     Mutant(

@@ -6,10 +6,8 @@
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     bins          one secret position for every unit, under any Gaussian noise
     fresh_positions  a fresh secret position in every epoch
-    monte_carlo   the same by rigorous Monte Carlo, beside that bound
     composition   basic, advanced and optimal composition, groups, amplification
     atoms         losses of any mechanism: Laplace, randomized response, discrete, given profiles
-    shuffling     local reports in a secret order
     tradeoff      type II against type I errors of whoever tells neighbours apart
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
@@ -39,10 +37,8 @@ if TYPE_CHECKING:
     from noshuffle.accounting import gaussian as gaussian
     from noshuffle.accounting import gdp as gdp
     from noshuffle.accounting import mechanisms as mechanisms
-    from noshuffle.accounting import monte_carlo as monte_carlo
     from noshuffle.accounting import renyi as renyi
     from noshuffle.accounting import selection as selection
-    from noshuffle.accounting import shuffling as shuffling
     from noshuffle.accounting import tradeoff as tradeoff
 
 __all__ = [
@@ -55,10 +51,8 @@ __all__ = [
     "gaussian",
     "gdp",
     "mechanisms",
-    "monte_carlo",
     "renyi",
     "selection",
-    "shuffling",
     "tradeoff",
 ]
 

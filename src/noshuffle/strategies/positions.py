@@ -56,12 +56,6 @@ def shifts(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
     return out
 
 
-def gram(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
-    """K itself, for `accounting.monte_carlo`."""
-    m = shifts(strategy, part, steps)
-    return np.asarray(m.T @ m)
-
-
 def separated_gram(strategy: Strategy, part: SeparatedBins, steps: int) -> Array:
     """K of one epoch of `SeparatedBins`: the largest inner product of columns at every distance."""
     if not isinstance(strategy, ToeplitzStrategy):
@@ -100,7 +94,8 @@ def overlaps(
     strategy: Strategy, part: BallsInBins, steps: int
 ) -> tuple[tuple[int, float, float], ...]:
     """`accounting.bins.Overlaps.classes`: positions with equal remainders, for every divisor."""
-    b, K = part.steps_per_epoch, gram(strategy, part, steps)
+    b, m = part.steps_per_epoch, shifts(strategy, part, steps)
+    K = m.T @ m
     top = float(K.diagonal().max()) * (1 + 1e-12)
     gap = np.abs(np.subtract.outer(np.arange(b), np.arange(b)))
     classes = [(1, 0.0, top)]
