@@ -30,9 +30,7 @@ LAYERS = {
     "comparison": 2,
     "sampled_fit": 2,
     "bins_fit": 2,
-    "extension": 2,
     "plan_accountant": 2,
-    "plan_positions": 2,
     "plan_fit": 2,
     "plan_prefix": 2,
     "plan_record": 2,
@@ -67,13 +65,11 @@ TOGETHER = (
         "sampled_fit",
         "bins_fit",
         "plan_accountant",
-        "plan_positions",
         "plan_fit",
         "plan_prefix",
         "plan_record",
         "plan_statement",
         "plan_strategy",
-        "extension",
     },
 )
 WITHOUT_TORCH = {
@@ -87,13 +83,11 @@ WITHOUT_TORCH = {
     "statement",
     "plan",
     "plan_accountant",
-    "plan_positions",
     "plan_fit",
     "plan_prefix",
     "plan_record",
     "plan_statement",
     "plan_strategy",
-    "extension",
     "theory",
 }
 

@@ -26,7 +26,6 @@ from noshuffle.participation import (
     FixedSize,
     Participation,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.release.sampler_kinds import make_sampler
@@ -85,7 +84,6 @@ PLANS: list[tuple[Participation, str, str]] = [
     (FixedSize(24, 10, 100), "identity", "zero-out"),
     (CyclicPoisson(24, 4, 0.2), "best", ""),
     (BallsInBins(3, 8), "blt", ""),
-    (SeparatedBins(3, 8, 3), "best", ""),
     (TruncatedPoisson(4, 0.1, 4, 100), "identity", ""),
 ]
 
@@ -140,11 +138,6 @@ def test_draws_that_are_not_the_planned_ones() -> None:
     assert drawn_from(cut, cut) == HOLDS
     assert drawn_from(Poisson(32, 0.1), cut) == REFUTED  # some are above the cap
     assert drawn_from(TruncatedPoisson(32, 0.1, 150, 2000), cut) == REFUTED
-    fresh = SeparatedBins(4, 10, 3)
-    assert drawn_from(fresh, fresh) == HOLDS
-    assert drawn_from(BallsInBins(4, 10), fresh) == REFUTED
-    assert drawn_from(SeparatedBins(4, 10, 1), fresh) == REFUTED
-    assert drawn_from(SeparatedBins(4, 10, 5), fresh) == REFUTED
     again = make_sampler(part, population=2000, key=bytes(32))
     once = again.draw(0)
     again.draw = lambda step: once  # type: ignore[method-assign]

@@ -5,7 +5,6 @@
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     bins          one secret position for every unit, under any Gaussian noise
-    fresh_positions  a fresh secret position in every epoch
     composition   basic, advanced and optimal composition, groups, amplification
     atoms         losses of any mechanism: Laplace, randomized response, discrete, given profiles
     tradeoff      type II against type I errors of whoever tells neighbours apart
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
     from noshuffle.accounting import calibrate as calibrate
     from noshuffle.accounting import composition as composition
     from noshuffle.accounting import fourier as fourier
-    from noshuffle.accounting import fresh_positions as fresh_positions
     from noshuffle.accounting import gaussian as gaussian
     from noshuffle.accounting import gdp as gdp
     from noshuffle.accounting import mechanisms as mechanisms
@@ -47,7 +45,6 @@ __all__ = [
     "calibrate",
     "composition",
     "fourier",
-    "fresh_positions",
     "gaussian",
     "gdp",
     "mechanisms",

@@ -28,30 +28,16 @@ from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
-    DrawnStages,
     FixedSize,
     Participation,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.release.sampler import Sampler
 from noshuffle.release.sampler_kinds import make_sampler
-from noshuffle.release.unit_ids import Ids
 
 #: A finding is believed when chance gives it less often than this.
 LEVEL = 1e-6
 _POPULATION, _STEPS, _MOST_COINS = 4096, 256, 2**24
-
-
-class _Later(Sampler):
-    """A sampler from some step on."""
-
-    def __init__(self, whole: Sampler, first: int) -> None:
-        super().__init__(whole.participation, whole.population, whole.key)
-        self._whole, self._first = whole, first
-
-    def draw(self, step: int) -> Ids:
-        return self._whole.draw(self._first + step)
 
 
 @dataclass(frozen=True)
@@ -80,17 +66,7 @@ class DrawAudit(Finding):
 
 
 def audit_draws(part: Participation, *, sampler: Sampler | None = None) -> DrawAudit:
-    """Draw as training does, and count; `sampler` in place of the one of training.
-
-    Of draws in stages the last one is counted, as it comes after the others.
-    """
-    if isinstance(part, DrawnStages):
-        first, last = list(part.starts())[-1]
-        if sampler is None:
-            groups = getattr(last, "groups", 1)
-            own = max(_POPULATION, 2 * groups)
-            sampler = make_sampler(part, population=own, key=os.urandom(32))
-        return audit_draws(last, sampler=_Later(sampler, first))
+    """Draw as training does, and count; `sampler` in place of the one of training."""
     if sampler is None:
         population = _POPULATION
         if isinstance(part, FixedSize | TruncatedPoisson):
@@ -99,15 +75,12 @@ def audit_draws(part: Participation, *, sampler: Sampler | None = None) -> DrawA
             population = max(population, 2 * part.groups)
         sampler = make_sampler(part, population=population, key=os.urandom(32))
     units = sampler.population
-    enough = 3 * part.steps_per_epoch if isinstance(part, SeparatedBins) else _STEPS
-    steps = min(part.steps, enough, max(8, _MOST_COINS // units))
+    steps = min(part.steps, _STEPS, max(8, _MOST_COINS // units))
     drawn = np.zeros((steps, units), dtype=bool)
     for step in range(steps):
         drawn[step, sampler.draw(step)] = True
     if isinstance(part, BallsInBins):
         tests = _of_positions(drawn, part.steps_per_epoch)
-    elif isinstance(part, SeparatedBins):
-        tests = _of_fresh_positions(drawn, part)
     elif isinstance(part, TruncatedPoisson):
         tests = _of_cut_batches(drawn, part)
     else:
@@ -160,37 +133,6 @@ def _of_positions(drawn: NDArray[np.bool_], b: int) -> dict[str, tuple[float, fl
         "size": (found, expected, min(1.0, len(sizes) * p)),
         "units": _binomial(seen, pairs.shape[1] // 2, len(sizes) / b / b),
     }
-
-
-def _of_fresh_positions(
-    drawn: NDArray[np.bool_], part: SeparatedBins
-) -> dict[str, tuple[float, float, float]]:
-    """Offsets in the epochs of their own of units whose first two epochs were seen whole."""
-    b, units = part.steps_per_epoch, drawn.shape[1]
-    phases, seen = np.arange(units) % b, min(2, len(drawn) // b - 1)
-    offsets, wrong = np.zeros((max(seen, 0), units), dtype=np.int64), 0
-    for unit in range(units):
-        steps = np.flatnonzero(drawn[:, unit])
-        wrong += int(np.any(np.diff(steps) < part.separation))
-        for k in range(seen):
-            start = int(phases[unit]) + k * b
-            own = steps[(steps >= start) & (steps < start + b)] - start
-            wrong += int(len(own) != 1)
-            offsets[k, unit] = own[0] if len(own) else -1
-    tests = {"places": (float(wrong), 0.0, float(wrong == 0))}
-    if seen < 1:
-        return tests
-    counts = np.bincount(offsets[0][offsets[0] >= 0], minlength=part.choices)
-    worst = int(np.argmax(np.abs(counts - units / part.choices)))
-    found, expected, p = _binomial(int(counts[worst]), units, 1 / part.choices)
-    tests["size"] = (found, expected, min(1.0, len(counts) * p))
-    beside = offsets[0][: units // 2 * 2].reshape(-1, 2)
-    same = int((beside[:, 0] == beside[:, 1]).sum())
-    tests["units"] = _binomial(same, len(beside), 1 / part.choices)
-    if seen > 1:
-        again = int((offsets[0] == offsets[1]).sum())
-        tests["steps"] = _binomial(again, units, 1 / part.choices)
-    return tests
 
 
 def _of_cut_batches(

@@ -43,7 +43,7 @@ from torch import Tensor
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.step_plan import StepPlan, StepPlans
-from noshuffle.strategies.recipe import Buffered, FeedForward, InPhases, Recipe
+from noshuffle.strategies.recipe import Buffered, FeedForward, Recipe
 
 #: Deviations of a buffer that the range holds, and the largest number; one below it means NaN.
 REACH, MOST, NOT_A_NUMBER = 16.0, 32767, -32768
@@ -132,7 +132,7 @@ class CompactPlans:
                 f"noise_memory='compact' is for at most {2 * ROWS} buffers, this plan has "
                 f"{plans.buffers}; use 'device' or 'host'"
             )
-        parts = recipe.parts if isinstance(recipe, InPhases) else ((recipe, 0, 1.0),)
+        parts = ((recipe, 0, 1.0),)
         starts = tuple(accumulate((used for _, used, _ in parts[:-1]), initial=0))
         own = [spacings(part) for part, _, _ in parts]
         # Buffers that a phase lacks hold its last draw, for which the widest range is wide enough.

@@ -303,19 +303,6 @@ class NoiseStream(OneOwner):
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
 
-    def begin_at(self, step: int) -> None:
-        """Go on at a step from which on nothing of the steps before is used (a new phase)."""
-        if step not in self._plans.anew:
-            raise InvalidInput(
-                f"the noise state of step {step} is gone (a finished run was sealed) and its noise "
-                "needs it; extend the run by a phase of its own (Plan.extended), or fork it"
-            )
-        self._wait()
-        self._state.zero_()
-        self._step, self._is_broken = step, False
-        for kernel in self._kernels:
-            kernel.forget()
-
     def _wait(self) -> None:
         """Until buffers on the host are those of the last step."""
         if self._hosted is not None:

@@ -86,8 +86,6 @@ class RunState(OneOwner):
         self._tables: dict[str, LazyNoise] = {}
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back
-        # Earlier steps were released with another noise scale (`extension`).
-        self._rescaled = int(self.ledger.meta("rescaled") or 0)
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             # Where a neighbour has rows more or less, or one that all others are padded to, others
@@ -218,10 +216,7 @@ class RunState(OneOwner):
         self.check_state(state)
         self._fresh, self._leave = max(self._fresh, self.step), -1
         is_first = int(state["step"]) == 0
-        if state["noise"] is None:
-            self.noise.begin_at(int(state["step"]))
-        else:
-            _load(self.noise, state["noise"], is_first=is_first)
+        _load(self.noise, state["noise"], is_first=is_first)
         for name, own in self._tables.items():
             _load(own, state["tables"][name], is_first=is_first)
         self.threshold.load_state_dict(dict(state["threshold"]))
