@@ -372,3 +372,24 @@ def test_fixed_size_batches_by_their_worst_pair(noise: float, most: float) -> No
     assert plan.accountant == "fourier"
     assert 0.9 * most < plan.epsilon() <= most
     assert replace(plan, accountant="rdp").epsilon() > 1.3 * plan.epsilon()
+
+
+def test_batches_that_are_cut_cost_more_and_have_one_accountant():
+    cut = TruncatedPoisson(steps=10, rate=0.1, cap=16, population=100)
+    roomy = TruncatedPoisson(steps=10, rate=0.1, cap=100, population=100)
+    ours, theirs = (
+        Plan(participation=one, strategy=identity(), noise_multiplier=1.0).epsilon()
+        for one in (cut, roomy)
+    )
+    assert ours > 1.01 * theirs
+    for wrong in ({"accountant": "rdp"}, {"neighbours": "replace-one"}):
+        with pytest.raises(Unsupported, match="TruncatedPoisson"):
+            Plan(participation=cut, strategy=identity(), noise_multiplier=1.0, **wrong)
+
+
+def test_gains_on_independent_noise_keep_their_order():
+    """With gains the steps of one class cost less than one of every epoch, chosen freely."""
+    gains = (1.0, 2.0, 2.0, 1.0)
+    plan = Plan(participation=Epochs(2, 2), strategy=identity(gains=gains), noise_multiplier=1.0)
+    assert plan.guarded == Epochs(2, 2)
+    assert plan.sensitivity.squared == 5.0  # of a free order: 8

@@ -58,7 +58,7 @@ def test_accounting_is_imported_on_first_use() -> None:
     assert done.returncode == 0, done.stderr
 
 
-@pytest.mark.parametrize("name", ["fit", "epsilon", "positions", "monte_carlo"])
+@pytest.mark.parametrize("name", ["fit", "epsilon", "positions"])
 def test_types_of_a_plan_can_be_asked_for(name: str) -> None:
     assert "return" in typing.get_type_hints(getattr(noshuffle.Plan, name))
 

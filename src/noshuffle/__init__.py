@@ -33,7 +33,6 @@ if TYPE_CHECKING:
     from noshuffle.participation import Restarted as Restarted
     from noshuffle.participation import SinglePass as SinglePass
     from noshuffle.plan import Plan as Plan
-    from noshuffle.release.extension import extend as extend
     from noshuffle.release.opening import load_model as load_model
     from noshuffle.release.private_sum import PrivateSum as PrivateSum
     from noshuffle.release.verify import verify as verify
@@ -56,7 +55,6 @@ _HOMES = {
     "PrivateSum": "release.private_sum",
     "Restarted": "participation",
     "SinglePass": "participation",
-    "extend": "release.extension",
     "fix": "clipping.fix",
     "load_model": "release.opening",
     "privatize": "training",

@@ -29,19 +29,18 @@ from typing import Any
 from noshuffle import (
     accounting,
     plan_accountant,
-    plan_positions,
     plan_prefix,
     plan_record,
     strategies,
 )
 from noshuffle.errors import instance_of, non_negative, one_of, open_unit
-from noshuffle.extension import extended
-from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Participation
+from noshuffle.participation import AnyOrderEpochs, BallsInBins, Epochs, FixedSize, Participation
 from noshuffle.plan_fit import fitted
 from noshuffle.plan_statement import statement_of
 from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.custom import check_custom
 from noshuffle.strategies.identity import Identity
+from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.sensitivity import Sensitivity, prefix_sensitivity
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import ACCOUNTINGS as TREE_ACCOUNTINGS
@@ -114,8 +113,8 @@ class Plan:
         """Choose the strategy (by name, as an object, or "best") and the noise.
 
         With mechanism "best", `sampling` says what may be drawn in secret for `Epochs`: "none",
-        "poisson", "cyclic", "separated", "bins" or "any", which takes the least
-        noise of all but "separated" (see `sampled_fit`).
+        "poisson", "cyclic", "bins" or "any", which takes the least noise of all (see
+        `sampled_fit`).
         Of a run of unknown length (`SinglePass.open()`) `reach` is the number of steps up to which
         its error is to be small; ε holds for every length.
 
@@ -139,25 +138,6 @@ class Plan:
             options=options,
         )
         return plan
-
-    def extended(self, **more: Any) -> Plan:
-        """A plan that begins as this one does and goes on: a longer run, or another batch size.
-
-        Arguments (all by name; see `noshuffle.extension`):
-            epochs: how many more, for plans of epochs.
-            steps: how many more, for all others.
-            steps_per_epoch: where the batch size changes.
-            max_participations: how many more, under MinSeparation.
-            after: how many steps of this plan are kept (all of them, unless given).
-            mechanism: the noise of the new steps, fitted to them; "continue" for the old noise.
-            epsilon: of all steps together; the noise of the new ones is made for it. Without it
-                they have the old noise multiplier (under SinglePass, the old ε).
-
-        Guarantees: the noise of the first `after` steps is that of this plan, row by row; ε of the
-        new plan covers all of its steps, for units that take part in old and new ones.
-        """
-        longer: Plan = extended(self, **more)
-        return longer
 
     @property
     def steps(self) -> int:
@@ -190,23 +170,16 @@ class Plan:
         """
         return plan_prefix.sensitivity_after(self, steps, participation)
 
-    def positions(
-        self, steps: int
-    ) -> accounting.bins.Overlaps | accounting.fresh_positions.FreshPositions:
+    def positions(self, steps: int) -> accounting.bins.Overlaps:
         """How far secret positions overlap in the first `steps` steps, for the accountant bins.
 
         Its first class, no secrecy at all, is an order that everybody knows.
         """
-        return plan_positions.positions(self, steps)
-
-    def monte_carlo(
-        self, *, samples: int = 10**6, seed: int | None = None
-    ) -> accounting.monte_carlo.Interval:
-        """ε of the run with secret positions by Monte Carlo, beside the one that the plan states.
-
-        Guarantees: those of `accounting.monte_carlo`. The plan keeps its sampling-free ε.
-        """
-        return plan_positions.monte_carlo_epsilon(self, samples=samples, seed=seed)
+        part = self.participation
+        instance_of(BallsInBins, participation=part)
+        assert isinstance(part, BallsInBins)
+        known = (1, 0.0, self.sensitivity_after(steps).squared)
+        return accounting.bins.Overlaps((known, *overlaps(self.strategy, part, steps)[1:]))
 
     @property
     def multiplier_of_sensitivity(self) -> float:

@@ -5,8 +5,6 @@
     FixedSize          fourier    the worst pair (`accounting.fixed_size`); or rdp
     TruncatedPoisson   fourier    with what a full batch costs (`accounting.atoms`)
     BallsInBins        bins       overlaps of the shifts (`accounting.bins`)
-    SeparatedBins      bins       the same in every epoch (`accounting.fresh_positions`)
-    DrawnStages        as its stages, whose loss distributions are composed
 
 Functions take the `Plan` that asks (`noshuffle.plan`). No state.
 """
@@ -16,7 +14,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache, partial
+from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -27,19 +25,14 @@ from noshuffle.errors import Unsupported, positive, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
-    DrawnStages,
     FixedSize,
     Participation,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
-    stages_of,
 )
 
 if TYPE_CHECKING:
-    from noshuffle.accounting.bins import Overlaps
-    from noshuffle.accounting.fourier import Composed, Record
-    from noshuffle.accounting.fresh_positions import FreshPositions
+    from noshuffle.accounting.fourier import Composed
 
 Array = np.ndarray
 ACCOUNTANTS = ("exact", "rdp", "fourier", "bins")
@@ -49,14 +42,13 @@ _DEFAULTS: dict[type[Participation], tuple[str, str]] = {
     FixedSize: ("replace-one", "fourier"),
     CyclicPoisson: ("add-remove", "fourier"),
     BallsInBins: ("add-remove", "bins"),
-    SeparatedBins: ("add-remove", "bins"),
     TruncatedPoisson: ("add-remove", "fourier"),
 }
 
 
 def defaults(participation: Participation) -> tuple[str, str]:
     """Neighbours and accountant where nobody said."""
-    return _DEFAULTS.get(type(stages_of(participation)[0]), ("zero-out", "exact"))
+    return _DEFAULTS.get(type(participation), ("zero-out", "exact"))
 
 
 def refuse_what_is_not_proved(plan: Any) -> None:
@@ -67,8 +59,8 @@ def refuse_what_is_not_proved(plan: Any) -> None:
             f"batches of all {plan.participation.batch} units cannot be drawn without one of them; "
             'use a smaller batch, or neighbours="zero-out"'
         )
-    drawn = stages_of(plan.participation)[0]
-    is_bins = isinstance(drawn, BallsInBins | SeparatedBins)
+    drawn = plan.participation
+    is_bins = isinstance(drawn, BallsInBins)
     if is_bins != (plan.accountant == "bins") or (is_bins and plan.neighbours == "replace-one"):
         raise Unsupported(
             "the accountant bins is that of secret positions (BallsInBins), their only one, for "
@@ -84,12 +76,11 @@ def refuse_what_is_not_proved(plan: Any) -> None:
         raise Unsupported(
             'secret sampling has no closed form; use accountant="fourier" (tight) or "rdp"'
         )
-    is_staged, is_rdp = isinstance(plan.participation, DrawnStages), plan.accountant == "rdp"
     is_replaced = isinstance(drawn, Poisson | CyclicPoisson) and plan.neighbours == "replace-one"
-    if is_rdp and (is_replaced or is_staged):
+    if plan.accountant == "rdp" and is_replaced:
         raise Unsupported(
-            "replace-one neighbours under Poisson sampling, and secret draws in stages, have only "
-            'the fourier accountant; use accountant="fourier"'
+            "replace-one neighbours under Poisson sampling have only the fourier accountant; "
+            'use accountant="fourier"'
         )
     if not plan.participation.is_sampled and plan.accountant == "fourier":
         raise Unsupported(
@@ -103,9 +94,11 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
     part = plan.participation
     if plan.noise_multiplier == 0:
         return math.inf
-    if isinstance(part, BallsInBins | SeparatedBins):
-        found: Overlaps | FreshPositions = plan.positions(steps)
-        return found.epsilon(noise_multiplier=plan.noise_multiplier, delta=plan.delta)
+    if isinstance(part, BallsInBins):
+        found: float = plan.positions(steps).epsilon(
+            noise_multiplier=plan.noise_multiplier, delta=plan.delta
+        )
+        return found
     if plan.accountant == "rdp":
         assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
         sampling, noise = renyi_law(plan)
@@ -117,8 +110,6 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
             delta=plan.delta,
             sampling=sampling,
         )
-    if isinstance(part, DrawnStages) and steps <= part.stages[0].steps:
-        return float(stage_plans(plan, steps)[0][0].epsilon_after(steps))
     return _epsilon(sampled_release(plan, steps), plan.delta)
 
 
@@ -135,8 +126,8 @@ def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
         return lambda epsilons: np.array(
             [accounting.gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
         )
-    if isinstance(part, BallsInBins | SeparatedBins):
-        found: Overlaps | FreshPositions = plan.positions(steps)
+    if isinstance(part, BallsInBins):
+        found = plan.positions(steps)
         return lambda epsilons: found.deltas(epsilons, noise_multiplier=z, near=plan.delta)
     composed = sampled_release(plan, steps)
 
@@ -168,14 +159,9 @@ def direction_of(plan: Any) -> str:
     return "replace" if plan.neighbours == "replace-one" else "both"
 
 
-def sampled_release(plan: Any, steps: int, *, near: float | None = None) -> Composed:
-    """The first steps of a plan with secret draws (not of one stage of positions), as a loss
-    distribution; that of positions is made for δ `near`, or the plan's."""
+def sampled_release(plan: Any, steps: int) -> Composed:
+    """The first steps of a plan with secret draws (not of positions), as a loss distribution."""
     part, z = plan.participation, plan.noise_multiplier / plan.sensitivity.value
-    if isinstance(part, DrawnStages):
-        stages = stage_plans(plan, steps)
-        found = [one for own in stages for one in _releases(*own, near or plan.delta)]
-        return accounting.fourier.compose(found, direction=direction_of(plan))
     if isinstance(part, TruncatedPoisson):
         is_zeroed = plan.neighbours == "zero-out"
         cut = accounting.fourier.TruncatedRelease(
@@ -186,27 +172,6 @@ def sampled_release(plan: Any, steps: int, *, near: float | None = None) -> Comp
     return accounting.fourier.compose(
         [(z, part.rate, part.most_within(steps))], direction=direction_of(plan)
     )
-
-
-def stage_plans(plan: Any, steps: int) -> list[tuple[Any, int]]:
-    """A plan for every stage of secret draws that has begun, and how many of its steps are used."""
-    found = []
-    for (first, own), phase in zip(plan.participation.starts(), plan.strategy.parts, strict=True):
-        if first < steps:
-            noise = plan.noise_multiplier * phase.factor
-            one = replace(plan, participation=own, strategy=phase.strategy, noise_multiplier=noise)
-            found.append((one, min(own.steps, steps - first)))
-    return found
-
-
-def _releases(plan: Any, steps: int, near: float) -> tuple[Record, ...]:
-    """One stage as loss distributions that dominate it at every ε, whatever was seen before it."""
-    if not isinstance(plan.participation, BallsInBins | SeparatedBins):
-        return sampled_release(plan, steps).releases
-    known: Overlaps | FreshPositions = plan.positions(steps)
-    if isinstance(known, accounting.bins.Overlaps):  # one position is one epoch
-        known = accounting.fresh_positions.FreshPositions(known.classes, 1)
-    return known.releases(noise_multiplier=plan.noise_multiplier, delta=near)
 
 
 def group_epsilon(plan: Any, size: int) -> float:
@@ -221,7 +186,7 @@ def group_epsilon(plan: Any, size: int) -> float:
         return accounting.gaussian.epsilon(mu=size * plan.mu(), delta=plan.delta)
     curve, low, high = curve_of(_for_group(plan, size), plan.steps), 0.0, float(plan.epsilon())
     most = math.inf
-    if isinstance(plan.participation, BallsInBins | SeparatedBins):  # as if they were known
+    if isinstance(plan.participation, BallsInBins):  # as if they were known
         mu = plan.positions(plan.steps).mu(plan.noise_multiplier)
         most = accounting.gaussian.epsilon(mu=size * mu, delta=plan.delta)
 
@@ -255,10 +220,6 @@ def _for_group(plan: Any, size: int) -> Any:
     return plan
 
 
-def _fresh_epsilon(known: FreshPositions, delta: float, noise: float) -> float:
-    return known.epsilon(noise_multiplier=noise, delta=delta)
-
-
 def _kept_below(plan: Any, epsilon: float, z: float, *, step: float) -> Any:
     """The plan with noise z, or with the next more that keeps its ε at the target or below.
 
@@ -281,16 +242,6 @@ def calibrated(plan: Any, epsilon: float | None) -> Any:
     if isinstance(part, BallsInBins):
         z = plan.positions(part.steps).noise_multiplier(epsilon=epsilon, delta=plan.delta)
         return _kept_below(plan, epsilon, z, step=1e-5)  # its bisection ends above
-    if isinstance(part, SeparatedBins):
-        known: FreshPositions = plan.positions(part.steps)
-        start = known.mu(1.0) / accounting.gaussian.mu(epsilon=epsilon, delta=plan.delta)
-        z = max(start / 2, 0.2 * known.mu(1.0))
-        for _ in range(2):  # the class that is best for a guess, then for what it led to
-            near = known.sharpest(noise_multiplier=z, delta=plan.delta)
-            z = accounting.calibrate.smallest(
-                partial(_fresh_epsilon, near, plan.delta), target=epsilon, start=z, tolerance=1e-4
-            )
-        return replace(plan, noise_multiplier=z)
     if isinstance(part, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson):
         mu = accounting.gaussian.mu(epsilon=epsilon, delta=plan.delta)  # the central limit is near
         turns, rate = part.most_within(part.steps), min(part.rate, 0.999)

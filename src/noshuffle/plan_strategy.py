@@ -2,7 +2,7 @@
 
     an object          itself
     BallsInBins        fitted to the order that its positions hide
-    CyclicPoisson, SeparatedBins   "best" is banded: as many bands as groups, or as the separation
+    CyclicPoisson      "best" is banded: as many bands as groups
     other sampling     "best" is independent noise
     unknown length     a BLT that is good up to `reach` steps
     else               fitted to the participation (`strategies.fit`)
@@ -22,7 +22,7 @@ from dataclasses import replace
 from typing import Any
 
 from noshuffle.errors import one_of, whole
-from noshuffle.participation import BallsInBins, CyclicPoisson, Participation, SeparatedBins
+from noshuffle.participation import BallsInBins, CyclicPoisson, Participation
 from noshuffle.participation.patterns import OPEN
 from noshuffle.strategies import Strategy, identity
 from noshuffle.strategies.fit import best as best_fit
@@ -49,10 +49,8 @@ def chosen(
         return mechanism
     if isinstance(participation, BallsInBins):
         return _fitted(mechanism, participation.in_order, workload, max_buffers, options)
-    if isinstance(participation, CyclicPoisson | SeparatedBins) and mechanism == "best":
-        is_cyclic = isinstance(participation, CyclicPoisson)
-        bands = getattr(participation, "groups" if is_cyclic else "separation")
-        given = {"workload": workload, "bands": bands, **options}
+    if isinstance(participation, CyclicPoisson) and mechanism == "best":
+        given = {"workload": workload, "bands": participation.groups, **options}
         return fit_strategy("banded", participation, **given).strategy
     if participation.is_sampled and mechanism in ("best", "identity"):
         return identity()

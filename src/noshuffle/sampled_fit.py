@@ -5,7 +5,6 @@
     cyclic    groups that take turns with coin flips, as many bands as groups, as many as are best
     bins      one secret position for every unit, under the strategies of "none" and "cyclic", and
               bands fitted to its own accountant (`bins_fit`)
-    separated a fresh one in every epoch: independent noise, or an eighth of an epoch of bands
     fixed     as many units in every step, at random; independent noise (DP-SGD)
     truncated as poisson, and of a batch that came out too large a random part (DP-SGD)
 
@@ -41,15 +40,14 @@ from noshuffle.participation import (
     FixedSize,
     Participation,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.strategies import Strategy, Workload, error
 
 KINDS = ("none", "poisson", "cyclic", "bins")
-#: Kinds of secret draws; "separated", and those that are drawn from a population of known size, are
-#: tried where they are asked for by name.
-DRAWN = ("poisson", "fixed", "truncated", "cyclic", "separated", "bins")
+#: Kinds of secret draws; those that are drawn from a population of known size are tried where they
+#: are asked for by name.
+DRAWN = ("poisson", "fixed", "truncated", "cyclic", "bins")
 
 
 @dataclass(frozen=True)
@@ -63,8 +61,6 @@ class SamplingRow:
     @property
     def words(self) -> str:
         part, name = self.plan.participation, self.plan.strategy.name
-        if isinstance(part, SeparatedBins):
-            name += f", {part.separation} apart"
         if isinstance(part, CyclicPoisson):
             name += f", {part.groups} group{'' if part.groups == 1 else 's'}"
         return f"{self.kind}: {name}, noise × rms {self.rms:.4g}"
@@ -109,7 +105,7 @@ def alternatives(
     for kind in kinds:
         one_of(("none", *DRAWN), sampling=kind)
     if neighbours == "replace-one":
-        kinds = [kind for kind in kinds if kind not in ("bins", "separated")]
+        kinds = [kind for kind in kinds if kind != "bins"]
         if not kinds:
             raise Unsupported(
                 "secret positions are accounted for add-remove or zero-out neighbours, not "
@@ -143,12 +139,6 @@ def alternatives(
 
         most = b if max_buffers is None else min(b, max_buffers + 1)
         rows["cyclic"] = turns(_least(lambda groups: turns(groups).rms, most))
-    if "separated" in kinds:
-        widths = {1: "identity", max(1, b // 8): "best"}
-        if max_buffers is not None and b // 8 > max_buffers + 1:
-            widths = {1: "identity"}
-        fresh = [row("separated", SeparatedBins(n // b, b, w), name) for w, name in widths.items()]
-        rows["separated"] = min(fresh, key=lambda each: each.rms)
     if "bins" in kinds:
         bins, found = BallsInBins(participation.epochs, b), []
         tried = [rows["none"].plan.strategy, rows["cyclic"].plan.strategy]

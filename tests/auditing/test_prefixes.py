@@ -28,7 +28,6 @@ from noshuffle.participation import (
     SinglePass,
 )
 from noshuffle.plan import Plan
-from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.registry import _BUILT_IN
 from noshuffle.strategies.two_sided import two_sided
 
@@ -48,12 +47,6 @@ STRATEGIES: dict[str, st.Strategy] = {
     "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
     "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
     "dense": st.dense(LOWER),
-    "phases": Phases(
-        parts=(
-            StrategyPhase(st.blt((0.9, 0.4), (0.2, 0.1)), 9, 5),
-            StrategyPhase(st.identity(), 7, 7, 1.5),
-        )
-    ),
     **{
         f"tree-{variant}-{every}-{completion}": st.tree(
             variant, restart_every=every or None, completion=completion

@@ -128,9 +128,9 @@ def test_a_slack_uses_delta_up() -> None:
 
 
 def test_banded_noise_and_secret_positions_have_a_cost() -> None:
-    from noshuffle.participation import BallsInBins, CyclicPoisson, SeparatedBins
+    from noshuffle.participation import BallsInBins, CyclicPoisson
 
-    for part in (CyclicPoisson(12, 3, 0.3), BallsInBins(3, 4), SeparatedBins(3, 4, 2)):
+    for part in (CyclicPoisson(12, 3, 0.3), BallsInBins(3, 4)):
         plan = Plan.fit(part, mechanism="banded", bands=2, noise_multiplier=4.0, delta=DELTA)
         cost = cost_of(plan.statement(), delta=DELTA, plan=plan, steps=12)
         assert plan.epsilon() <= cost.epsilon(DELTA) <= 2 * plan.epsilon()

@@ -17,7 +17,6 @@ from noshuffle.participation import (
     CyclicPoisson,
     FixedSize,
     Participation,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
@@ -40,15 +39,12 @@ def coins(rate: float, turns: int) -> Ratio:
     return draw
 
 
-def positions(epochs: int, choices: int, is_fresh: bool) -> Ratio:
-    """One of some steps in every epoch, drawn anew or once."""
+def positions(epochs: int, choices: int) -> Ratio:
+    """One of some steps, the same in every epoch."""
 
     def draw(rng: np.random.Generator) -> np.ndarray:
-        at = rng.integers(choices, size=(SAMPLES, epochs, 1))
-        joins = np.arange(choices) == (at if is_fresh else at[:, :1])
+        joins = np.arange(choices) == rng.integers(choices, size=(SAMPLES, 1, 1))
         one = _seen(np.broadcast_to(joins, (SAMPLES, epochs, choices)), rng)
-        if is_fresh:
-            return np.log(np.exp(one).mean(axis=2)).sum(axis=1)
         return np.log(np.exp(one.sum(axis=1)).mean(axis=1))
 
     return draw
@@ -67,8 +63,7 @@ def replaced(rate: float, steps: int) -> Ratio:
 
 KINDS: list[tuple[Participation, Ratio]] = [
     (CyclicPoisson(12, 3, 0.4), coins(0.4, 4)),
-    (BallsInBins(3, 4), positions(3, 4, False)),
-    (SeparatedBins(3, 4, 1), positions(3, 4, True)),
+    (BallsInBins(3, 4), positions(3, 4)),
     (TruncatedPoisson(4, 0.4, 20, 20), coins(0.4, 4)),
     (FixedSize(4, 4, 10), replaced(0.4, 4)),
 ]

@@ -17,7 +17,6 @@ from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Participat
 from noshuffle.plan import Plan
 from noshuffle.sampled_fit import SamplingRow
 from noshuffle.strategies import Strategy, identity
-from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.mechanisms import MECHANISMS
 
 
@@ -179,19 +178,6 @@ def test_plan_compares_mechanisms(capsys: pytest.CaptureFixture[str], tmp_path) 
 def test_plan_respects_the_memory_limit(capsys: pytest.CaptureFixture[str]) -> None:
     rows = output(capsys, *["plan", "--steps", "32", "--max-buffers", "1"])
     assert all(row["buffers"] <= 1 for row in rows)
-
-
-def test_plan_says_what_no_mechanism_is_below(capsys: pytest.CaptureFixture[str]) -> None:
-    line = "plan --epochs 4 --steps-per-epoch 16 --mechanism banded --bound"
-    assert main(line.split()) == 0
-    said = " ".join(capsys.readouterr().out.split())
-    least = float(said.partition("rms below ")[2].split()[0])
-    assert "secret draws would buy at this ε: --sampling any" in said
-    part = Epochs(4, 16)
-    plan = Plan.fit(part, mechanism="banded", epsilon=8.0)
-    unit = plan.noise_multiplier / plan.sensitivity.value
-    assert least == pytest.approx(unit * rms_lower_bound(part), rel=2e-3)
-    assert main([*line.split(), "--momentum", "0.9"]) == 2
 
 
 @pytest.mark.parametrize(

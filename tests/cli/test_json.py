@@ -30,8 +30,8 @@ LINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "budget": ("budget all --epsilon 9 --delta 1e-3", ("epsilon", "spent_epsilon", "runs")),
     "epsilon": ("epsilon --steps 8 --mechanism tree --noise-multiplier 2", ("epsilon", "delta")),
     "plan": (
-        "plan --steps 16 --mechanism tree --bound",
-        ("mechanism", "rms_error", "noise_multiplier", "rms_error_lower_bound"),
+        "plan --steps 16 --mechanism tree",
+        ("mechanism", "rms_error", "noise_multiplier"),
     ),
     "reproduce": (
         "reproduce rates --quick --only noisy_max --out rates",

@@ -120,7 +120,7 @@ def test_settings_from_toml(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     "sampling",
     [
         *("poisson", "fixed", "truncated"),
-        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cyclic", "separated", "bins")),
+        *(pytest.param(kind, marks=pytest.mark.slow) for kind in ("cyclic", "bins")),
     ],
 )
 def test_dp_sgd_is_the_same_command(

@@ -17,7 +17,6 @@ from noshuffle.participation import (
     CyclicPoisson,
     FixedSize,
     Participation,
-    SeparatedBins,
     TruncatedPoisson,
 )
 
@@ -27,7 +26,6 @@ KINDS = [
     CyclicPoisson(6, 2, 0.5),
     BallsInBins(2, 3),
     TruncatedPoisson(6, 0.4, 18, PEOPLE),
-    SeparatedBins(2, 3, 2),
 ]
 
 

@@ -126,14 +126,6 @@ DRIVERS = (
         "P3",
     ),
     Mutant(
-        "of several owners the first is followed",
-        "owners.py",
-        "count.get(o, 0) < most for o in named[row]):\n                chosen",
-        "count.get(o, 0) < most for o in list(named[row])[:1]):\n                chosen",
-        ("tests/test_owners.py",),
-        "P3",
-    ),
-    Mutant(
         "captured steps never look for examples that mix",
         "training/compiled/programs.py",
         "if self._calls >= self._due and not self._is_apart(loss_fn, batch):",

@@ -12,7 +12,6 @@ from noshuffle.participation import (
     Epochs,
     FixedSize,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.release import guard
@@ -92,24 +91,6 @@ def test_cut_batches_keep_a_uniform_subset():
         make_sampler(part, key=KEY, population=9)
     of = TruncatedPoisson.of(steps=1, batch=100, population=10_000)
     assert (of.rate, of.cap, of.largest_draw) == (0.01, 150, 150)
-
-
-def test_fresh_positions_are_uniform_independent_and_apart():
-    part = SeparatedBins(epochs=4, steps_per_epoch=6, separation=3)
-    sampler = make_sampler(part, key=KEY, population=30_000)
-    hits = np.zeros((24, 30_000), dtype=bool)
-    for step in reversed(range(24)):  # in any order
-        hits[step, sampler.draw(step)] = True
-    assert abs(hits.sum(1) - 5000).max() < 5 * np.sqrt(30_000 * 5 / 36)
-    where = [hits[np.arange(6) + 6 * k + phase, phase::6] for phase in range(6) for k in range(3)]
-    for own in where:  # one in each epoch of its own, at the first four of its steps
-        assert (own.sum(0) == 1).all()
-        assert not own[4:].any()
-        assert np.abs(own[:4].mean(1) - 0.25).max() < 5 * np.sqrt(0.1875 / own.shape[1])
-    again = np.mean([np.mean((where[i] & where[i + 1]).any(0)) for i in range(0, 18, 3)])
-    assert abs(again - 0.25) < 5 * np.sqrt(0.1875 / 30_000)
-    runs = hits[:-2].astype(int) + hits[1:-1] + hits[2:]
-    assert runs.max() == 1
 
 
 def test_draws_depend_on_key_and_step_only():

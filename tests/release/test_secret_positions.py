@@ -32,7 +32,6 @@ from noshuffle.participation import (
     FixedSize,
     Participation,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.release import secret_units
@@ -51,7 +50,6 @@ KINDS = [
     CyclicPoisson(6, 2, 0.5),
     BallsInBins(2, 3),
     TruncatedPoisson(6, 0.4, 18, PEOPLE),
-    SeparatedBins(2, 3, 2),
 ]
 
 

@@ -21,7 +21,6 @@ from noshuffle.participation import (
     Epochs,
     FixedSize,
     Poisson,
-    SeparatedBins,
     SinglePass,
     TruncatedPoisson,
 )
@@ -101,7 +100,6 @@ SAMPLED = [
     CyclicPoisson(6, 2, 0.6),
     BallsInBins(2, 3),
     TruncatedPoisson(6, 0.4, 8, 24),
-    SeparatedBins(2, 3, 2),
 ]
 
 

@@ -10,7 +10,6 @@ from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
     Forest,
-    InPhases,
     Recipe,
     Recursive,
     Rows,
@@ -32,9 +31,6 @@ def materialize(recipe: Recipe, steps: int) -> Array:
         blocks = forest_blocks(recipe)
         trees = [tree_matrix(real, full, recipe.variant) for _, real, full in blocks]
         return np.asarray(block_diag(*trees)[:steps])
-    if isinstance(recipe, InPhases):
-        blocks = [factor * materialize(own, used) for own, used, factor in recipe.parts]
-        return np.asarray(block_diag(*blocks)[:steps])
     if isinstance(recipe, Buffered) and recipe.draw_scale:
         draws *= np.asarray(recipe.draw_scale)[:m, None]
     past: list[Array] = []

@@ -21,7 +21,6 @@ import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import recipe as recipes
-from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.registry import _BUILT_IN
 from noshuffle.strategies.two_sided import two_sided
 
@@ -66,15 +65,6 @@ CASES = {
     ),
     "dense": st.dense(LOWER),
     "dense-positive": st.dense(np.abs(LOWER)),
-    "phases": Phases(
-        parts=(
-            StrategyPhase(st.blt((0.9, 0.4), (0.2, 0.1)), 9, 5),
-            StrategyPhase(st.identity(), 7, 7, 1.5),
-        )
-    ),
-    "phases-trees": Phases(
-        parts=(StrategyPhase(st.tree(), 6, 5), StrategyPhase(st.tree("plain"), 8, 7, 0.5))
-    ),
 }
 #: What later steps do to earlier rows: these plan with the horizon in view.
 NEEDS_HORIZON = {name for name in CASES if "full" in name or "completion" in name}

@@ -13,7 +13,7 @@ from noshuffle.strategies.error import _by_rows, _toeplitz_rows, error
 from noshuffle.strategies.fit import _attempts, best, fit
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_staged import fit_staged
-from noshuffle.strategies.long_bound import long_bound
+from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.two_sided import two_sided
 from noshuffle.strategies.workload import Workload, cooldown, prefix
@@ -26,7 +26,8 @@ def test_stages_end_below_the_fit_without_draw_gains_and_above_the_bound() -> No
     assert found.objective == pytest.approx(exact, rel=1e-9)
     assert found.objective <= found.start
     assert found.objective < fit_blt(part, buffers=2).objective
-    assert long_bound(part, rounds=1).bound < found.objective < 1.04 * long_bound(part).bound
+    least = rms_lower_bound(part)
+    assert least < found.objective < 1.04 * least
 
 
 def test_slow_poles_move_with_the_length() -> None:
@@ -54,7 +55,7 @@ def test_long_runs_have_unit_columns() -> None:
     found = best(part)
     assert found.strategy.normalized == 60_000
     assert found.objective < 0.99 * fit_blt(part, buffers=4).objective
-    assert found.objective > 4.2  # no mechanism is below; see `long_bound`
+    assert found.objective > 4.2  # no mechanism is below
 
 
 @pytest.mark.slow

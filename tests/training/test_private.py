@@ -27,7 +27,6 @@ from noshuffle.participation import (
     FixedSize,
     MinSeparation,
     Poisson,
-    SeparatedBins,
     SinglePass,
     TruncatedPoisson,
 )
@@ -430,7 +429,7 @@ def test_per_layer_clipping_and_model_loss():
     assert private.steps_released == 1
 
 
-@pytest.mark.parametrize("kind", ["poisson", "fixed", "cyclic", "bins", "cut", "separated"])
+@pytest.mark.parametrize("kind", ["poisson", "fixed", "cyclic", "bins", "cut"])
 def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     x, y = data(40)
     rule = {
@@ -439,7 +438,6 @@ def test_sampled_plans_take_their_batches_from_the_sampler(kind):
         "bins": BallsInBins(epochs=1, steps_per_epoch=5),
         "cyclic": CyclicPoisson(steps=5, groups=2, rate=0.4),
         "cut": TruncatedPoisson(steps=5, rate=0.3, cap=9, population=40),
-        "separated": SeparatedBins(epochs=1, steps_per_epoch=5, separation=2),
     }[kind]
     private = make(network(), plan_of(rule, z=1.0))
     with pytest.raises(ParticipationViolation, match="our sampler"):
@@ -448,7 +446,7 @@ def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     for ids in sampler:
         private.step(LOSS, x[ids], y[ids], ids=ids)
     assert private.steps_released == 5
-    if kind in ("cyclic", "separated"):
+    if kind == "cyclic":
         with pytest.raises(Unsupported, match="at most 2 bands"):
             plan_of(rule, strategy=banded((1.0, 0.5, 0.2)), z=1.0)
     other = make(network(), plan_of(rule, z=1.0))

@@ -5,11 +5,8 @@
     renyi         Rényi and zCDP curves, subsampled Gaussians, conversions
     fourier       privacy-loss distributions composed by FFT, upper and lower bounds
     bins          one secret position for every unit, under any Gaussian noise
-    fresh_positions  a fresh secret position in every epoch
-    monte_carlo   the same by rigorous Monte Carlo, beside that bound
     composition   basic, advanced and optimal composition, groups, amplification
     atoms         losses of any mechanism: Laplace, randomized response, discrete, given profiles
-    shuffling     local reports in a secret order
     tradeoff      type II against type I errors of whoever tells neighbours apart
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
@@ -35,14 +32,11 @@ if TYPE_CHECKING:
     from noshuffle.accounting import calibrate as calibrate
     from noshuffle.accounting import composition as composition
     from noshuffle.accounting import fourier as fourier
-    from noshuffle.accounting import fresh_positions as fresh_positions
     from noshuffle.accounting import gaussian as gaussian
     from noshuffle.accounting import gdp as gdp
     from noshuffle.accounting import mechanisms as mechanisms
-    from noshuffle.accounting import monte_carlo as monte_carlo
     from noshuffle.accounting import renyi as renyi
     from noshuffle.accounting import selection as selection
-    from noshuffle.accounting import shuffling as shuffling
     from noshuffle.accounting import tradeoff as tradeoff
 
 __all__ = [
@@ -51,14 +45,11 @@ __all__ = [
     "calibrate",
     "composition",
     "fourier",
-    "fresh_positions",
     "gaussian",
     "gdp",
     "mechanisms",
-    "monte_carlo",
     "renyi",
     "selection",
-    "shuffling",
     "tradeoff",
 ]
 

@@ -130,24 +130,16 @@ class MeanRatio:
         return min(1.0, max(both))
 
 
-def ratio_of(
-    count: int, common: float, own: float, *, tail: float, most: int = 0
-) -> MeanRatio | None:
-    """The grid, or None where it would be too large (or the class has no spread).
-
-    With `most` points at most it is made to be composed: coarser, and by a second transform with a
-    tilt θ, which is far more accurate for large ratios. What either transform wraps around is extra
-    mass; what lies beyond the window X is charged by Chernoff: E[S; S > X] ≤ X e^{−θX} M(θ)^m
-    where θX ≥ 1.
-    """
+def ratio_of(count: int, common: float, own: float, *, tail: float) -> MeanRatio | None:
+    """The grid, or None where it would be too large (or the class has no spread)."""
     root = math.sqrt(max(own, 0.0))
     reach = root * (root - float(ndtri(tail))) - own / 2
     if not root > 1e-6 or reach > 30:
         return None
     top, spread = math.exp(reach), math.sqrt(math.expm1(own))
-    span = count + 14 * spread * math.sqrt(count) + (1.5 * top if most else top)
-    step = max(min(0.05 * spread, 0.25), span / (most or math.inf))
-    if step > max(0.25, 0.1 * count) or span / step > _MOST_POINTS:
+    span = count + 14 * spread * math.sqrt(count) + top
+    step = min(0.05 * spread, 0.25)
+    if span / step > _MOST_POINTS:
         return None
     points = np.arange(math.ceil(top / step) + 1) * step
     with np.errstate(divide="ignore"):
@@ -158,20 +150,10 @@ def ratio_of(
     mass[1:] += right
     size = sfft.next_fast_len(max(math.ceil(span / step), len(mass)) + 1, real=True)
     values = np.arange(size) * step / count
-    out, error = _power(mass, count, size, 0.0)
-    if most:
-        beyond, tilts = size * step, np.geomspace(1 / (size * step), 60 / top, 24)
-        logs_m = [count * math.log(float(mass @ np.exp(theta * points))) for theta in tilts]
-        logs_x = [log_m - theta * beyond for log_m, theta in zip(logs_m, tilts, strict=True)]
-        tilt, log_x = min(zip(tilts, logs_x, strict=True), key=lambda each: each[1])
-        wrapped = beyond / count * math.exp(min(log_x, 0.0)) * (1 + 1e-9)
-        other, its = _power(mass, count, size, float(tilt) * step)
-        both = np.maximum(out, 0.0) + error, np.maximum(other, 0.0) + its  # both from above
-        out, error = np.minimum(both[0], both[1]), np.zeros(size)
-    else:
-        # Sums beyond the window came in again from below: the mean tells how much of them.
-        whole = float(points @ mass) * float(mass.sum()) ** (count - 1)
-        wrapped = max(0.0, whole - float(values @ out)) + float(values @ error) + 1e-13
+    out, error = _power(mass, count, size)
+    # Sums beyond the window came in again from below: the mean tells how much of them.
+    whole = float(points @ mass) * float(mass.sum()) ** (count - 1)
+    wrapped = max(0.0, whole - float(values @ out)) + float(values @ error) + 1e-13
     far_q, far_p = float(ndtr(-(reach + own / 2) / root)), float(ndtr(-(reach - own / 2) / root))
     rest = far_p + count * far_q + 2 * wrapped
     keep = out > error
@@ -180,17 +162,15 @@ def ratio_of(
     return MeanRatio(values, kept, common, 2 * error, rest)
 
 
-def _power(mass: Array, count: int, size: int, tilt: float) -> tuple[Array, Array]:
-    """The cyclic convolution power, by masses times e^{tilt·j}, and a bound on its errors."""
-    scale = tilt * np.arange(len(mass))
-    tilted = mass * np.exp(scale)
-    total = float(tilted.sum())
-    spectrum = sfft.rfft(tilted / total, size)
+def _power(mass: Array, count: int, size: int) -> tuple[Array, Array]:
+    """The cyclic convolution power of masses, and a bound on its errors."""
+    total = float(mass.sum())
+    spectrum = sfft.rfft(mass / total, size)
     spectrum = np.exp(count * np.log(np.where(spectrum == 0, 1e-300, spectrum)))
     out = sfft.irfft(spectrum, size)
-    error = power_error(spectrum, size, count, count * float(np.linalg.norm(tilted)) / total)
-    back = np.exp(np.minimum(count * math.log(total) - tilt * np.arange(size), 700.0))
-    return out * back, error * back * (1 + 1e-9)
+    error = power_error(spectrum, size, count, count * float(np.linalg.norm(mass)) / total)
+    back = np.exp(min(count * math.log(total), 700.0))
+    return out * back, np.full(size, error * back * (1 + 1e-9))
 
 
 def _between(x: Array) -> Array:

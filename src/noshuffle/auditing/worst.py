@@ -9,7 +9,7 @@ Patterns, by participation (written anew here, so that a wrong reading elsewhere
     SinglePass                  {i}
     Epochs                      {j, j+b, j+2b, …}                               all b of them
     AnyOrderEpochs              one step of every epoch, chosen freely          `_blocks`
-    Restarted(Epochs), Stages   such a class in every block, chosen freely      `_blocks`
+    Restarted(Epochs)           such a class in every block, chosen freely      `_blocks`
     MinSeparation, Restarted    increasing steps, each at least `after(i)`, at most k of them; level
                                 by level, dropping what provably cannot reach the best found
 
@@ -43,7 +43,6 @@ from noshuffle.participation import (
     Participation,
     Restarted,
     SinglePass,
-    Stages,
 )
 
 #: Partial patterns that are kept in one level of the search, and patterns that are listed outright.
@@ -81,14 +80,6 @@ def worst(X: Array, participation: Participation) -> Worst:
     if isinstance(part, Restarted) and isinstance(part.participation, Epochs):
         gap, every, n = part.participation.steps_per_epoch, part.every, len(X)
         return _blocks(X, [_classes(s, min(s + every, n), gap) for s in range(0, n, every)])
-    if isinstance(part, Stages):
-        first, choices = 0, []
-        for stage in part.stages:
-            last = min(first + stage.epochs * stage.steps_per_epoch, len(X))
-            if first < last:
-                choices.append(_classes(first, last, stage.steps_per_epoch))
-            first = last
-        return _blocks(X, choices)
     if isinstance(part, MinSeparation):
         return _chains(X, gap=part.separation, every=part.steps, most=part.max_participations)
     if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):

@@ -35,10 +35,8 @@ from noshuffle.errors import Unsupported
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
-    DrawnStages,
     FixedSize,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
@@ -128,11 +126,10 @@ def _cost(
         return Cost(said.mu, is_exact=said.exact)
     if is_sampled and delta:
         assert plan is not None
-        if isinstance(plan.participation, BallsInBins | SeparatedBins):
+        if isinstance(plan.participation, BallsInBins):
             return _in_bins(plan, steps, _SHARE * delta)
-        if isinstance(plan.participation, TruncatedPoisson | DrawnStages):
-            slack = _SHARE * delta
-            return _composed(sampled_release(plan, steps, near=slack), slack)
+        if isinstance(plan.participation, TruncatedPoisson):
+            return _composed(sampled_release(plan, steps), _SHARE * delta)
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), turns, _SHARE * delta)
     if said.rho is not None and said.accountant == "rdp" and delta:

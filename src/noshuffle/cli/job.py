@@ -25,11 +25,10 @@ from noshuffle.cli.train_parts import (
     make_scheduler,
     row_order,
 )
-from noshuffle.cli.train_settings import TrainSettings, stages_of
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.cli.train_task import TrainTask, task_of
 from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source
-from noshuffle.release.extension import finish
 from noshuffle.release.folder_lock import take
 from noshuffle.release.unit_ids import Ids
 from noshuffle.report import write_report
@@ -59,7 +58,6 @@ def run_job(
     folder = RunFolder(path)
     model = make_model(settings, data)
     say("fitting the mechanism")
-    finish(folder)
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     optimizer = make_optimizer(settings, model)
     order = _order(settings, data)  # refused, if it is, before there is a run
@@ -127,14 +125,13 @@ def run_job(
 
 def _checkpoints(settings: TrainSettings, data: DataSet) -> int | None:
     """Where all passes are listed as one, every pass has a checkpoint still."""
-    is_listed = settings.order == PER_RESTART or bool(stages_of(settings))
+    is_listed = settings.order == PER_RESTART
     return len(data) // settings.batch_size if is_listed else None
 
 
 def _passes(settings: TrainSettings) -> int:
     """How often the batches are gone through: samples and changing orders are listed once."""
     is_listed = settings.sampling != "none" or settings.order == PER_RESTART
-    is_listed = is_listed or bool(stages_of(settings))
     return 1 if is_listed else settings.epochs
 
 

@@ -27,10 +27,9 @@ class PlanSettings(Promise):
     )
     sampling: str = setting(
         "",
-        "what secret draws would buy: any (poisson, cyclic, bins), or one of these, separated, "
-        "fixed or truncated (with --population and --batch-size)",
+        "what secret draws would buy: any (poisson, cyclic, bins), or one of these, fixed or "
+        "truncated (with --population and --batch-size)",
     )
-    bound: bool = setting(False, "also say what no mechanism can be below (prefix sums)")
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
 
@@ -70,14 +69,12 @@ def plan(asked: PlanSettings, output: Output) -> None:
         fit_fn=None if ":" in asked.mechanism else kept_fit,
     )
     found = _sampled(participation, asked, rows[0]) if asked.sampling else []
-    least = _least_rms(participation, asked, rows[0]) if asked.bound else None
     if asked.plot is not None:
         from noshuffle.report.tradeoff import draw_plan
 
         draw_plan(asked.plot, rows, population=asked.population, batch_size=asked.batch_size)
     if output.json:
-        more = {} if least is None else {"rms_error_lower_bound": least}
-        print_json([{**row.to_dict(), **more} for row in rows] + [row.to_dict() for row in found])
+        print_json([row.to_dict() for row in [*rows, *found]])
     else:
         is_drawable = isinstance(participation, Epochs) and asked.target_epsilon is not None
         beside: list[Any] = []
@@ -91,11 +88,6 @@ def plan(asked: PlanSettings, output: Output) -> None:
         print("If positions can be drawn in secret (against the best of the table without):")
         for row in found:
             print(f"  {row.words} ({100 * (row.rms / rows[0].rms - 1):+.1f} %)")
-    if least is not None and not output.json:
-        say(
-            f"No mechanism has an rms below {least:.3f} there (certified): {rows[0].name} is "
-            f"within {100 * (rows[0].rms / least - 1):.1f} % of the best there can be."
-        )
     if asked.plot is not None and not output.json:
         print(f"plot written to {asked.plot}")
 
@@ -122,18 +114,6 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
         batch_size=asked.batch_size,
         population=asked.population,
     )
-
-
-def _least_rms(participation: Participation, asked: PlanSettings, first: Any) -> float:
-    """What no mechanism can be below, certified."""
-    from noshuffle.strategies.long_bound import long_bound
-
-    if asked.momentum or participation.is_sampled:
-        raise InvalidInput("--bound is for prefix sums without sampling; leave out --momentum")
-    _say("a lower bound")
-    least = long_bound(participation).bound * first.noise_multiplier / first.sensitivity
-    _say("")
-    return float(least)
 
 
 def _say(name: str) -> None:

@@ -2,13 +2,29 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
-from noshuffle.cli import start
-from noshuffle.cli.from_record import given, takes
-from noshuffle.cli.train_extension import TrainOptions, extend_run
-from noshuffle.cli.train_settings import KeptTrainSettings, TrainSettings
+from noshuffle.cli import promise, start
+from noshuffle.cli.from_record import check_fields, given, takes
+from noshuffle.cli.settings import RunOptions, folder
+from noshuffle.cli.train_settings import TrainSettings
+from noshuffle.errors import one_of
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainOptions(RunOptions):
+    """Options of `noshuffle train`."""
+
+    on_replay: str = folder(
+        "auto", f"{promise.REPLAY_HELP}; auto: skip on cuda, else refuse",
+        check=partial(one_of, ("auto", "refuse", "skip")),
+    )  # fmt: skip
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_fields(self)
 
 
 @takes(given(TrainSettings), TrainOptions)
@@ -18,15 +34,7 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
     Without options: the digits that ship with scikit-learn, a small CNN, DP-FTRL, under a minute.
     What is not given comes from the data set; the run folder keeps what was used.
     """
-    if run.extend is not None:
-        settings, path = extend_run(run, stated)
-    else:
-        if run.resume is not None:  # an extension whose process was killed
-            from noshuffle.release.extension import finish
-            from noshuffle.release.folder import RunFolder
-
-            finish(RunFolder(run.resume))
-        settings, path = run.settings_and_folder("train", KeptTrainSettings, stated)
+    settings, path = run.settings_and_folder("train", TrainSettings, stated)
     with start.imports():
         from noshuffle.cli.job import run_job
         from noshuffle.cli.job_view import JobWords, run_and_tell

@@ -16,7 +16,7 @@ from noshuffle import datasets
 from noshuffle.cli.kept_fit import kept_fit
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
-from noshuffle.cli.train_settings import TrainSettings, stages_of
+from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet
@@ -31,7 +31,6 @@ from noshuffle.participation import (
     Participation,
     Poisson,
     Restarted,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
@@ -76,8 +75,6 @@ def _drawn(settings: TrainSettings, rows: int) -> Participation:
         return TruncatedPoisson.of(steps=steps, batch=batch, population=rows)
     if kind == "cyclic":
         return CyclicPoisson.of(steps=steps, groups=apart, batch=batch, population=rows)
-    if kind == "separated":
-        return SeparatedBins(epochs, per_epoch, apart)
     if kind == "bins":
         return BallsInBins(epochs, per_epoch)
     return Poisson(steps, batch / rows)
@@ -111,7 +108,7 @@ def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
     mechanism: str | Strategy = "identity"
     if settings.sampling in ("none", "bins"):
         mechanism = mechanism_named(settings.mechanism)
-    elif settings.sampling in ("cyclic", "separated") and settings.mechanism != "identity":
+    elif settings.sampling == "cyclic" and settings.mechanism != "identity":
         mechanism = "best"  # as many bands as lie between two turns
     if mechanism == "release_sums":
         mechanism = release_sums()
@@ -234,19 +231,13 @@ def make_scheduler(
     settings: TrainSettings, optimizer: torch.optim.Optimizer, steps: int
 ) -> torch.optim.lr_scheduler.LambdaLR:
     """Constant learning rate, then linear down over the last part of the run."""
-    factors: tuple[float, ...] = ()
-    for length in [length for length, _ in stages_of(settings)] or [
-        steps
-    ]:  # an extension has its own
-        last = settings.cooldown
-        factors += tuple(cooldown(length, last=last)) if last else (1.0,) * length
+    last = settings.cooldown
+    factors = tuple(cooldown(steps, last=last)) if last else (1.0,) * steps
     return torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: factors[min(step, steps - 1)])
 
 
 def row_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
     """Batches of one pass; of the whole run where the order changes at restarts."""
-    if stages_of(settings):
-        return _stages_in_order(settings, data)
     per_epoch = len(data) // settings.batch_size
     every = settings.restart_every or settings.epochs * per_epoch
     blocks = -(-settings.epochs * per_epoch // every)
@@ -258,18 +249,6 @@ def row_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
     passes = [found[k * per_epoch : (k + 1) * per_epoch] for k in range(blocks)]
     owner = [epoch * per_epoch // every for epoch in range(settings.epochs)]
     return [rows for block in owner for rows in passes[block]]
-
-
-def _stages_in_order(settings: TrainSettings, data: DataSet) -> list[Ids]:
-    """Batches of a whole run that was extended; one size goes on where it stood."""
-    out: list[Ids] = []
-    before, step = 0, 0
-    for length, batch in stages_of(settings):
-        step = step if batch == before else 0
-        found = rows_in_order(data, settings.order, batch=batch, seed=settings.seed)
-        out += [found[(step + i) % len(found)] for i in range(length)]
-        before, step = batch, step + length
-    return out
 
 
 def accuracy_of(model: nn.Module, x: torch.Tensor, y: torch.Tensor) -> float:

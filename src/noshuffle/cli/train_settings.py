@@ -40,7 +40,7 @@ ON_FEATURES: dict[str, dict[str, Any]] = {
 
 
 #: Kinds of secret draws to train with.
-SAMPLINGS = ("none", "poisson", "truncated", "fixed", "cyclic", "separated", "bins")
+SAMPLINGS = ("none", "poisson", "truncated", "fixed", "cyclic", "bins")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,12 +68,11 @@ class TrainSettings(RunSettings):
     )  # fmt: skip
     sampling: str = privacy(
         "none",
-        "none; DP-SGD: poisson, truncated, fixed; banded noise: cyclic, separated; any: bins",
+        "none; DP-SGD: poisson, truncated, fixed; banded noise: cyclic; any: bins",
         check=partial(one_of, SAMPLINGS),
     )
     separation: int | None = privacy(
-        None, "groups of cyclic, least distance of separated (default: an eighth of an epoch)",
-        check=whole,
+        None, "groups of cyclic (default: an eighth of an epoch)", check=whole,
     )  # fmt: skip
     unit: str = privacy(
         "example", "protect an example or a user", check=partial(one_of, ("example", "user"))
@@ -118,7 +117,7 @@ class TrainSettings(RunSettings):
                 "momentum must lie in [0, 1) and cooldown= in [0, 1], "
                 f"got {self.momentum} and {self.cooldown}"
             )
-        is_banded = self.sampling in ("cyclic", "separated")
+        is_banded = self.sampling == "cyclic"
         fine = ("identity", "blt_tapped", *(("banded", "best") if is_banded else ()))
         if self.sampling not in ("none", "bins") and self.mechanism not in fine:
             kind = "banded or identity" if is_banded else "identity (DP-SGD)"
@@ -127,7 +126,7 @@ class TrainSettings(RunSettings):
                 f"got {self.mechanism!r}; other correlated noise takes bins, or the data in order"
             )
         if self.separation is not None and not is_banded:
-            raise InvalidInput("separation belongs to sampling=cyclic or sampling=separated")
+            raise InvalidInput("separation belongs to sampling=cyclic")
         fits_float32(lr=self.lr, clip_norm=self.clip_norm)
         if self.features and self.augment is not None:
             raise InvalidInput("features are fixed: --augment goes with images, leave one out")
@@ -149,21 +148,3 @@ class TrainSettings(RunSettings):
 
     def folder_name(self) -> str:
         return self.data.replace(":", "-").replace(".", "-")
-
-
-@dataclass(frozen=True, kw_only=True)
-class KeptTrainSettings(TrainSettings):
-    """What config.json holds beside the options."""
-
-    #: (steps, batch size) of a run that was extended; see `train_extension`.
-    stages: tuple[tuple[int, int], ...] = ()
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        pairs = ((int(steps), int(batch)) for steps, batch in self.stages)
-        object.__setattr__(self, "stages", tuple(pairs))
-
-
-def stages_of(settings: TrainSettings) -> tuple[tuple[int, int], ...]:
-    """(steps, batch size) of the stages of a run that was extended; else none."""
-    return settings.stages if isinstance(settings, KeptTrainSettings) else ()

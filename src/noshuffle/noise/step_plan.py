@@ -15,8 +15,6 @@ each recipe puts in:
     Buffered      draws: the taps, by draw scale; inner: ω; decays: θ        d buffers
     Forest        one buffer per height, see `_forest`                       ⌈log₂ block⌉ buffers
     Rows          draws z_0 … z_t                                            no buffer
-    InPhases      the plan of the phase, its rows moved on; its first step   the most of any
-                  forgets what buffers held (decays of zero)
 
 Nothing here is accumulated over time but the buffers themselves, and in a forest not even those:
 the noise of a step is the new node minus the nodes it replaces, never the difference of totals.
@@ -29,24 +27,20 @@ from __future__ import annotations
 
 import ctypes
 import hashlib
-from bisect import bisect_right
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
-from itertools import accumulate
+from dataclasses import dataclass
 
 import numpy as np
 
-from noshuffle.errors import InvalidInput, Unsupported, one_of
+from noshuffle.errors import InvalidInput, one_of
 from noshuffle.noise import grid
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
     Forest,
-    InPhases,
     Recipe,
     Recursive,
     Rows,
-    rows,
 )
 
 Pairs = tuple[tuple[int, float], ...]
@@ -66,15 +60,11 @@ class StepPlan:
 
 @dataclass(frozen=True)
 class StepPlans:
-    """A recipe made ready to run: the longest horizon, the buffers, and the plan of each step.
-
-    `anew`: the steps from which on nothing of the steps before is used.
-    """
+    """A recipe made ready to run: the longest horizon, the buffers, and the plan of each step."""
 
     horizon: int | None
     buffers: int
     at: Callable[[int], StepPlan]
-    anew: frozenset[int] = frozenset({0})
 
     @staticmethod
     def of(recipe: Recipe) -> StepPlans:
@@ -94,8 +84,6 @@ class StepPlans:
             one_of(("plain", "honaker"), variant=recipe.variant)
             block = min(recipe.block or recipe.steps, recipe.steps)
             return StepPlans(recipe.steps, (block - 1).bit_length(), lambda t: _forest(recipe, t))
-        if isinstance(recipe, InPhases):
-            return _in_phases(recipe)
         raise InvalidInput(f"expected a recipe of noshuffle.strategies.recipe, got {recipe!r}")
 
 
@@ -156,37 +144,6 @@ def _buffered(recipe: Buffered, t: int) -> StepPlan:
 def _rows(recipe: Rows, t: int) -> StepPlan:
     row = recipe.matrix[t, : t + 1]
     return StepPlan(_drawn((int(r), float(row[r])) for r in np.flatnonzero(row)))
-
-
-def _in_phases(recipe: InPhases) -> StepPlans:
-    """Each phase as it would be alone, on rows of its own; buffers that it lacks are not read."""
-    parts = [StepPlans.of(own) for own, _, _ in recipe.parts]
-    kinds = {bool(own.at(0).decays) for own in parts if own.buffers}
-    if len(kinds) > 1:
-        raise Unsupported(
-            "phases of buffered noise (blt) and of trees or bands keep their buffers in different "
-            "ways; use one kind for all phases, or independent noise"
-        )
-    buffers, has_decays = max(own.buffers for own in parts), kinds == {True}
-    starts = list(accumulate((used for _, used, _ in recipe.parts), initial=0))
-    first_rows = list(accumulate((rows(own, used) for own, used, _ in recipe.parts), initial=0))
-
-    def at(t: int) -> StepPlan:
-        p = bisect_right(starts, t) - 1
-        factor, row, plan = recipe.parts[p][2], first_rows[p], parts[p].at(t - starts[p])
-        decays: tuple[float, ...] = ()
-        if has_decays:
-            kept = plan.decays if t > starts[p] else (0.0,) * len(plan.decays)
-            decays = kept + (0.0,) * (buffers - len(kept))
-        return replace(
-            plan,
-            draws=tuple((row + own, weight) for own, weight in plan.draws),
-            gain=plan.gain * factor,
-            outer=tuple((buffer, weight * factor) for buffer, weight in plan.outer),
-            decays=decays,
-        )
-
-    return StepPlans(starts[-1], buffers, at, frozenset(starts[:-1]))
 
 
 def _forest(recipe: Forest, t: int) -> StepPlan:
@@ -252,9 +209,6 @@ def fingerprint(recipe: Recipe) -> str:
     if isinstance(recipe, Rows):
         digest.update(repr(recipe.matrix.shape).encode())
         digest.update(np.ascontiguousarray(recipe.matrix, dtype="<f8").tobytes())
-    elif isinstance(recipe, InPhases):
-        parts = [(fingerprint(own), used, factor) for own, used, factor in recipe.parts]
-        digest.update(repr(parts).encode())
     else:
         digest.update(repr(sorted(vars(recipe).items())).encode())
     return digest.hexdigest()

@@ -258,18 +258,6 @@ class NoiseStream(OneOwner):
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
 
-    def begin_at(self, step: int) -> None:
-        """Go on at a step from which on nothing of the steps before is used (a new phase)."""
-        if step not in self._plans.anew:
-            raise InvalidInput(
-                f"the noise state of step {step} is gone (a finished run was sealed) and its noise "
-                "needs it; extend the run by a phase of its own (Plan.extended), or fork it"
-            )
-        self._state.zero_()
-        self._step, self._is_broken = step, False
-        if self._fused is not None:
-            self._fused.forget()
-
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Go on exactly where the stream that wrote `state` stopped; refuses another stream's.
 

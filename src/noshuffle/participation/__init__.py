@@ -9,20 +9,16 @@ maximum over every pattern of steps that it allows:
     MinSeparation   at most k steps, any two at least b apart (index difference)
     Restarted       the base pattern inside every block of `every` steps, and a new order, chosen
                     freely, in the next block (trees that restart)
-    Stages          epochs, then epochs of another length: a batch size that changed on the way
     Poisson         each step independently with probability `rate` (secret coin flips)
     FixedSize       each step a uniform random subset of `batch` out of `population`
     CyclicPoisson   unit i belongs to group i mod `groups`; step t flips coins for group t mod
                     `groups` only
     BallsInBins     one secret uniform position for every unit, the same in every epoch
-    SeparatedBins   a fresh one in every epoch, any two at least `separation` steps apart
     TruncatedPoisson  as Poisson, batches cut to `cap` units at random
-    DrawnStages     cyclic draws or secret positions, then others drawn anew: extended runs
 
-The last seven are sampled: their guarantee needs the randomness of the draw. Under the first two
+The last five are sampled: their guarantee needs the randomness of the draw. Under the first two
 (and cut batches) only independent noise (DP-SGD) is accounted, under cyclic draws also noise of at
-most `groups` bands, under separated positions of at most `separation` bands, under secret positions
-any noise but that of trees.
+most `groups` bands, under secret positions any noise but that of trees.
 
 >>> Epochs(epochs=20, steps_per_epoch=240).steps
 4800
@@ -36,13 +32,11 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput, instance_of, one_of
 from noshuffle.participation.base import Participation
-from noshuffle.participation.drawn_stages import DrawnStages, stages_of
 from noshuffle.participation.draws import (
     BallsInBins,
     CyclicPoisson,
     FixedSize,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
 )
 from noshuffle.participation.patterns import (
@@ -51,7 +45,6 @@ from noshuffle.participation.patterns import (
     MinSeparation,
     Restarted,
     SinglePass,
-    Stages,
     narrowed,
 )
 
@@ -59,20 +52,16 @@ __all__ = [
     "AnyOrderEpochs",
     "BallsInBins",
     "CyclicPoisson",
-    "DrawnStages",
     "Epochs",
     "FixedSize",
     "MinSeparation",
     "Participation",
     "Poisson",
     "Restarted",
-    "SeparatedBins",
     "SinglePass",
-    "Stages",
     "TruncatedPoisson",
     "from_dict",
     "narrowed",
-    "stages_of",
 ]
 
 _KINDS: dict[str, type[Participation]] = {
@@ -82,14 +71,11 @@ _KINDS: dict[str, type[Participation]] = {
         Epochs,
         AnyOrderEpochs,
         MinSeparation,
-        Stages,
         Poisson,
         FixedSize,
         CyclicPoisson,
         BallsInBins,
         TruncatedPoisson,
-        SeparatedBins,
-        DrawnStages,
     )
 }
 

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from noshuffle.errors import unit_rate, whole
 
@@ -79,37 +78,3 @@ class InEpochs(Participation):
 
     def most_within(self, steps: int) -> int:
         return math.ceil(steps / self.steps_per_epoch)
-
-
-StageT = TypeVar("StageT", bound=Participation)
-
-
-@dataclass(frozen=True)
-class InStages(Participation, Generic[StageT]):
-    """Base of those that are one participation after another, each from its own first step."""
-
-    stages: tuple[StageT, ...]
-
-    def __post_init__(self) -> None:
-        whole(steps=self.steps)
-
-    @property
-    def steps(self) -> int:
-        return sum(own.steps for own in self.stages)
-
-    def starts(self) -> Iterator[tuple[int, StageT]]:
-        """(first step, participation) of every stage."""
-        first = 0
-        for own in self.stages:
-            yield first, own
-            first += own.steps
-
-    def most_within(self, steps: int) -> int:
-        return sum(
-            own.most_within(min(steps - first, own.steps))
-            for first, own in self.starts()
-            if first < steps
-        )
-
-    def to_dict(self) -> dict[str, Any]:
-        return {"kind": self.kind, "stages": [own.to_dict() for own in self.stages]}

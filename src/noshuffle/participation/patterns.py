@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
 from noshuffle.errors import MAX_STEPS, InvalidInput
-from noshuffle.participation.base import InEpochs, InStages, Participation
+from noshuffle.participation.base import InEpochs, Participation
 
 #: The horizon of a run whose length nobody knows: the longest there is.
 OPEN = MAX_STEPS
@@ -143,40 +143,6 @@ class Restarted(Participation):
             "participation": self.participation.to_dict(),
             "every": self.every,
         }
-
-
-@dataclass(frozen=True)
-class Stages(InStages[Epochs]):
-    """Epochs of one length after epochs of another; the order may change where a stage begins.
-
-    A unit takes part once in every epoch of every stage, at one place of each stage: what a batch
-    size does that is changed on the way, since an epoch then has another number of steps.
-    """
-
-    kind: ClassVar[str] = "stages"
-
-    def __post_init__(self) -> None:
-        stages = tuple(
-            Epochs(**{k: v for k, v in own.items() if k != "kind"})
-            if isinstance(own, dict)
-            else own
-            for own in self.stages
-        )
-        if not stages or not all(type(own) is Epochs for own in stages):
-            raise InvalidInput(f"stages are one or more Epochs, got {self.stages!r}")
-        object.__setattr__(self, "stages", stages)
-        super().__post_init__()
-
-    def at(self, step: int) -> tuple[int, Epochs]:
-        """(first step, epochs) of the stage that a step lies in; of the last one beyond it."""
-        return [found for found in self.starts() if found[0] <= step][-1]
-
-    def words(self) -> str:
-        said = [f"{own.epochs} epochs of {own.steps_per_epoch} steps" for own in self.stages]
-        return (
-            f"{', then '.join(said)}: each unit takes part once per epoch, always at the same "
-            "position of a stage; the order may change where a stage begins"
-        )
 
 
 def narrowed(part: Participation, most: int) -> Participation | None:

@@ -24,12 +24,11 @@ import numpy as np
 from noshuffle.errors import NoshuffleError
 from noshuffle.plan import Plan
 from noshuffle.release import guard
-from noshuffle.release.extension import FACTS, why_not
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row, described, edits
 from noshuffle.release.opening import steps_in_files
-from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line, sealed_at
-from noshuffle.release.unfinished import EXTENDED, SEAL
+from noshuffle.release.seal import POSITIONS, REMOVED, by_keys, draws_line
+from noshuffle.release.unfinished import SEAL
 from noshuffle.release.unit_ids import name_to_id
 from noshuffle.release.units import Ids, UnitTable
 
@@ -90,7 +89,13 @@ def chain(found: Found) -> Iterator[str]:
 
 
 def facts(found: Found) -> Iterator[str]:
-    """Facts are of this plan."""
+    """Facts are of this plan, and each was written once."""
+    known: dict[str, Any] = {}
+    for event in found.evidence.log("fact"):
+        name, value = json.loads(event.body)
+        if known.get(name) is not None:
+            yield f"the fact {name} was changed"
+        known[name] = value
     plan, meta = found.plan, found.evidence.bound()
     if meta.get("plan") != plan.hash:
         yield "the ledger was written under another plan than plan.json"
@@ -167,32 +172,6 @@ def _units_of(rows: list[Row]) -> Iterator[tuple[int, Ids]]:
     return ((row.step, row.units) for row in rows)
 
 
-def extensions(found: Found) -> Iterator[str]:
-    """Every released row is of the plan; facts have changed where the run was extended alone."""
-    events = [(e.seq, json.loads(e.body)) for e in found.evidence.log(EXTENDED)]
-    allowed = {seq + i for seq, note in events for i in range(1, int(note["facts"]) + 1)}
-    known: dict[str, Any] = {}
-    for event in found.evidence.log("fact"):
-        name, value = json.loads(event.body)
-        is_new = known.get(name) is None
-        if not is_new and (event.seq not in allowed or name not in FACTS):
-            yield f"the fact {name} was changed without an extension of the run"
-        known[name] = value
-    for i, (_, note) in enumerate(events):
-        old, told = Plan.from_json(note["before"]["json"]), note["before"]
-        later = events[i + 1][1]["before"]["json"] if events[i + 1 :] else found.plan.to_json()
-        if note["plan"] != later:
-            yield f"extension {i + 1} was to another plan than the one that follows it"
-        if old.hash != told["plan"]:
-            yield f"extension {i + 1} names another plan than the one before it"
-        if reason := why_not(old, found.plan, int(note["released"])):
-            yield f"plan.json does not cover what was released before it was extended: {reason}"
-        yield from _scale(told, old)
-    if events:
-        many = "extensions" if len(events) > 1 else "extension"
-        found.checked.append(f"{len(events)} {many}: the noise of all steps is that of one plan")
-
-
 def batches(found: Found) -> Iterator[str]:
     """Without ids the unit of a step is its batch."""
     if found.facts.get("identified_by") == "fingerprints":
@@ -215,10 +194,7 @@ def keys(found: Found) -> Iterator[str]:
                 f"what needs the keys, which could not be read ({error.strerror or error})"
             )
             return
-        since = max(sealed_at(found.evidence.notes(EXTENDED)), default=0)
-        failures, checked = by_keys(
-            ring, found.plan, found.rows, found.facts, found.lives, since=since
-        )
+        failures, checked = by_keys(ring, found.plan, found.rows, found.facts, found.lives)
         found.checked += checked
         yield from failures
     elif found.evidence.notes(SEAL):
@@ -236,20 +212,13 @@ def sealed(found: Found) -> list[str]:
 
 
 def positions(found: Found) -> Iterator[str]:
-    """Secret lists of units are all there, or all gone by a seal that compared them before.
-
-    Of a sealed run that was extended, those before and those since.
-    """
-    all_secret = [row for row in found.rows if row.is_secret]
-    if all_secret and not found.plan.participation.is_sampled:
-        yield f"step {all_secret[0].step} hides its units, and the plan has no secret draws"
+    """Secret lists of units are all there, or all gone by a seal that compared them before."""
+    secret = [row for row in found.rows if row.is_secret]
+    if secret and not found.plan.participation.is_sampled:
+        yield f"step {secret[0].step} hides its units, and the plan has no secret draws"
         return
-    ends, notes = sealed_at(found.evidence.notes(EXTENDED)), found.evidence.notes(POSITIONS)
-    since = max(ends, default=0)
-    yield from _earlier_positions([row for row in all_secret if row.step < since], notes)
-    secret = [row for row in all_secret if row.step >= since]
     gone = [row for row in secret if row.is_removed]
-    states = [note["state"] for note in notes if note["steps"] > since]
+    states = [note["state"] for note in found.evidence.notes(POSITIONS)]
     if gone and (not states or "sealed" not in found.facts):
         yield f"step {gone[0].step} lists no units any more, and no seal removed them"
     elif gone and len(gone) < len(secret):
@@ -269,32 +238,16 @@ def positions(found: Found) -> Iterator[str]:
     if not found.rows or not found.plan.participation.is_sampled:
         return
     has_keys = found.run.key_file.exists()
-    starts = [0, *ends]
-    parts = [end - start for start, end in zip(starts, [*ends, len(found.rows)])]
-    if has_keys and not gone:
-        parts.pop()
-    if any(steps and draws_line(steps) not in sealed(found) for steps in parts):
+    if (gone or not has_keys) and draws_line(len(found.rows)) not in sealed(found):
         found.unchecked.append("the secret draws: they were not compared with keys that are gone")
     listed = sum(not row.is_removed for row in found.rows)
     if listed and not has_keys:
-        is_plain = all(row.is_removed for row in all_secret)
+        is_plain = all(row.is_removed for row in secret)
         how = "an earlier version wrote them" if is_plain else "noshuffle seal removes them"
         found.exposed.append(
             f"the ledger lists who was drawn in {listed} steps, which ε rests on nobody knowing: "
             f"keep it to yourself ({how})"
         )
-
-
-def _earlier_positions(secret: list[Row], notes: list[dict[str, Any]]) -> Iterator[str]:
-    """Lists of steps before a sealed run was extended: gone by a seal, or kept by all of them."""
-    removed = max((note["steps"] for note in notes if note["state"] == REMOVED), default=0)
-    for row in secret:
-        if row.is_removed and not any(row.step < note["steps"] for note in notes):
-            yield f"step {row.step} lists no units any more, and no seal removed them"
-            return
-        if not row.is_removed and row.step < removed:
-            yield f"the units of step {row.step} were removed by a seal, and are there again"
-            return
 
 
 def digests(found: Found) -> Iterator[str]:
@@ -311,4 +264,4 @@ def digests(found: Found) -> Iterator[str]:
     yield from ()
 
 
-LEDGER_CHECKS = (chain, facts, extensions, steps, units, batches, keys, positions, digests)
+LEDGER_CHECKS = (chain, facts, steps, units, batches, keys, positions, digests)

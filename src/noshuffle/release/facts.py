@@ -36,8 +36,6 @@ ROUND_PRINTS = ("round_prints", "of the units in order")
 
 #: The facts that say what noisy sums were made with.
 RELEASED_BY = ("clip", "batch_size", "noise_scale")
-#: The fact that says what they were before extensions changed it, in words for the statement.
-EARLIER = "released_earlier"
 
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
@@ -257,7 +255,7 @@ def _made(facts: Mapping[str, str | None]) -> str:
     who = f" from {facts['records']} units" if facts.get("records") else ""
     return (
         f"Released {when} by noshuffle {facts.get('version')} with torch {facts.get('torch')}"
-        f"{who}; {released_by(facts)}{facts.get(EARLIER) or ''}."
+        f"{who}; {released_by(facts)}."
     )
 
 

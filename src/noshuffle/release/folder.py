@@ -68,8 +68,6 @@ class RunFolder:
     signature_file = Inside("signature.json")
     checkpoints = Inside("checkpoints")
     key_file = Inside("checkpoints", "key.json")
-    #: Keys that an extension has drawn and not begun with; by its name a write that was left.
-    coming_key_file = Inside("checkpoints", ".key.json.0.tmp")
 
     def __init__(self, path: str | Path) -> None:
         instance_of((str, os.PathLike), **{"a run folder": path})
@@ -143,18 +141,9 @@ class RunFolder:
         """The folders that would be made for a run here, innermost first."""
         return [each for each in (self.path, *self.path.parents) if not each.exists()]
 
-    def write_ring(self, ring: KeyRing, file: Path | None = None) -> None:
+    def write_ring(self, ring: KeyRing) -> None:
         """Keep the keys; durable when this returns."""
-        write_json(file or self.key_file, ring.to_dict(), mode=0o600)
-
-    def take_coming_ring(self, name: str) -> None:
-        """Let the keys of this name that an extension has drawn be those of the run."""
-        if not self.coming_key_file.exists():
-            return
-        is_there = self.key_file.exists() and self.ring().name == name
-        if not is_there and KeyRing.from_dict(read_json(self.coming_key_file)).name == name:
-            self.coming_key_file.replace(self.key_file)
-            sync(self.checkpoints)
+        write_json(self.key_file, ring.to_dict(), mode=0o600)
 
     def ring(self) -> KeyRing:
         """The keys; one clear line where they are gone."""
@@ -163,8 +152,8 @@ class RunFolder:
         except FileNotFoundError:
             raise InvalidInput(
                 f"{self.key_file} is missing (was the run sealed? a finished one is when it is "
-                "closed); without its keys a run cannot go on, only be forked or, if finished, "
-                "extended (noshuffle.extend); another run needs a new folder"
+                "closed); without its keys a run cannot go on, only be forked; another run needs "
+                "a new folder"
             ) from None
         except (AttributeError, InvalidInput) as error:
             raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None

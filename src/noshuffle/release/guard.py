@@ -8,7 +8,6 @@ its pattern makes the stated ε false. The rules, for a unit first seen at step 
     AnyOrderEpochs  l lies in an earlier epoch
     MinSeparation   t − l ≥ b, and seen fewer than k times
     Restarted       the rule of its base; for Epochs, j starts anew in every block of steps
-    Stages          the rule of the stage; j starts anew in every stage
     sampled         exactly the units that the secret sampler drew for this step
 
 Everything works on whole batches; nothing is kept here (see `units` for the table).
@@ -36,7 +35,6 @@ from noshuffle.participation import (
     Participation,
     Restarted,
     SinglePass,
-    Stages,
 )
 from noshuffle.release.unit_index import in_order, increases
 from noshuffle.release.units import Ids, Record, Seen, Spread, UnitTable
@@ -70,9 +68,6 @@ def _block(rule: Participation, step: int) -> tuple[Participation, int]:
     """The rule at a step, and the first step that it looks back to."""
     if isinstance(rule, Restarted):
         return rule.participation, step - step % rule.every
-    if isinstance(rule, Stages):
-        first, own = rule.at(step)
-        return own, first
     return rule, 0
 
 

@@ -37,7 +37,7 @@ from noshuffle.errors import (
     ReplayRefused,
     VerificationFailed,
 )
-from noshuffle.participation import Participation, Restarted, Stages
+from noshuffle.participation import Participation, Restarted
 from noshuffle.release import guard
 from noshuffle.release.guard import Admission as Admission
 from noshuffle.release.ledger_file import LedgerFile, lacking
@@ -303,21 +303,11 @@ class Ledger(LedgerFile):
     def _take(self, step: int, units: Ids) -> None:
         if not self.participation.is_sampled:
             anew = None
-            if isinstance(self.participation, Restarted | Stages):  # else only units never seen do
+            if isinstance(self.participation, Restarted):  # else only units never seen do
                 seen = self._table.look_up(units)
                 anew = guard.starts_anew(self.participation, step=step, seen=seen)
             self._table.update(units, step=step, first=anew)
         self._since = (self._since[0] + len(units), self._since[1] + 1)
-
-    def hold_to(self, participation: Participation) -> None:
-        """Another rule, for all steps: what is known of the units is made anew by it."""
-        self.settle()
-        with self._writing():
-            self.db.execute("DELETE FROM units")
-            self.db.execute("DELETE FROM meta WHERE name = 'summarised'")
-        self.participation, self._planned = participation, participation.steps
-        self._table, self._known, self._since = UnitTable(), BatchCache(), (0, 0)
-        self._catch_up()
 
     def _catch_up(self) -> None:
         """Rebuild the table: the saved summary, then the steps after it.

@@ -110,16 +110,6 @@ class LedgerFile(tables.LedgerTables, OneOwner):
         self.db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
         self._append("fact", [name, value])
 
-    def rebind(self, kind: str, body: Any, facts: Mapping[str, str | None]) -> None:
-        """Give facts another value (None: none), by a note of this kind right before them."""
-        with self._writing(by_anyone=True):
-            self._append(kind, body)
-            for name, value in facts.items():
-                self.db.execute("DELETE FROM meta WHERE name = ?", (name,))
-                if value is not None:
-                    self.db.execute("INSERT INTO meta VALUES (?, ?)", (name, value))
-                self._append("fact", [name, value])
-
     def note(self, kind: str, **body: Any) -> None:
         """Write down that something happened (a replay, a step passed over, a checkpoint)."""
         with self._writing():

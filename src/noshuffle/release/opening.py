@@ -33,8 +33,8 @@ from noshuffle.noise import Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.plan import Plan
 from noshuffle.release import account, checkpoint
-from noshuffle.release.extension import begin_life, finish
 from noshuffle.release.facts import OTHER_RUNS, notes_of
+from noshuffle.release.file_identity import identity
 from noshuffle.release.files import file_digest, make_folder, read_json, sync, write_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
@@ -43,6 +43,7 @@ from noshuffle.release.ledger import Ledger
 from noshuffle.release.spending import COUNTS, Ancestor
 from noshuffle.release.unfinished import is_half_sealed
 from noshuffle.strategies.recipe import Recipe
+from noshuffle.version import __version__
 
 Run = RunFolder | str | Path | None
 
@@ -98,7 +99,7 @@ def open_run(
     kind = (source or Source(bytes(32))).on(device).kind
     if folder is None:
         ring, ledger = KeyRing.new(source).on(kind), Ledger(plan.guarded, unit=plan.unit)
-        begin_life(ledger, ring, None)
+        _begin_life(ledger, ring, None)
         return _charged(Opened(None, ledger, ring, recipe, (), None), plan, budget)
     if not folder.is_started:
         folder.refuse_strangers()  # whose folder then stays as it is, without a lock
@@ -110,12 +111,9 @@ def open_run(
         ring = KeyRing.new(source).on(kind)
         folder.begin(plan, ring)
     else:
-        with _damage_named(folder.ledger_file):
-            finish(folder)
         if folder.plan() != plan:
             raise InvalidInput(
-                f"{folder.path} holds a run with another plan; use a new folder, or that plan (a "
-                "longer one of the same run: noshuffle.extend first)"
+                f"{folder.path} holds a run with another plan; use a new folder, or that plan"
             )
         ring = folder.ring()
         if source is not None and source.fingerprint != ring.given:
@@ -129,7 +127,7 @@ def open_run(
         if not is_new:
             row = rows_used(StepPlans.of(recipe), ledger.released)
             ring = ring.renewed(step=ledger.released, row=row)
-        begin_life(ledger, ring, folder.ledger_file)
+        _begin_life(ledger, ring, folder.ledger_file)
         if not is_new:
             folder.write_ring(ring)
         opened = Opened(folder, ledger, ring, recipe, folder.ancestors(), lock)
@@ -145,6 +143,17 @@ def open_run(
         if is_refused:
             folder.withdraw(made)
         raise
+
+
+def _begin_life(ledger: Ledger, ring: KeyRing, file: Path | None) -> None:
+    """Let the ledger know that a process goes on under the newest keys of this ring."""
+    ledger.begin_life(
+        keys=ring.lives[-1].name,
+        ring=ring.digest,
+        version=__version__,
+        torch=torch.__version__,
+        **({} if file is None else identity(file)),
+    )
 
 
 def _charged(opened: Opened, plan: Plan, budget: account.Account | None) -> Opened:
@@ -254,7 +263,6 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
     run, which may go on, and its later steps are not counted here. `moved` is no longer needed.
     """
     old, new = RunFolder.of(parent), RunFolder(path)
-    finish(old)
     plan = old.plan()
     if new.path.exists() and any(new.path.iterdir()):
         raise InvalidInput(f"{new.path} is not empty; fork into a new folder")

@@ -193,8 +193,7 @@ class Release(RunState):
         if admission.is_replay:
             released = self.ledger.digest(admission.step)
             found = of_sum if isinstance(of_sum, bytes) else of_sum()
-            is_rescaled = admission.step < self._rescaled
-            if is_rescaled or not released or not hmac.compare_digest(released, found):
+            if not released or not hmac.compare_digest(released, found):
                 return False
             self.ledger.note("replay", step=admission.step)
         elif isinstance(of_sum, bytes):
@@ -292,9 +291,7 @@ class Release(RunState):
     def refusal(self, step: int) -> ReplayRefused:
         """Why a released step cannot be repeated."""
         why = "the digest of its sum did not reach the disk before the process ended"
-        if step < self._rescaled:
-            why = "the run was extended since with another clip norm, so its noise is another now"
-        elif self.ledger.digest(step):
+        if self.ledger.digest(step):
             why = "its sum now differs from the one on record"
         return ReplayRefused(
             f"step {step} is on record as released, and {why}; the same noise under another sum "

@@ -80,8 +80,6 @@ class RunState(OneOwner):
         )
         self._leave = -1  # the step whose row is written and whose noise is not used yet
         self._fresh = 0  # noise of earlier steps was used before the run was put back
-        # Earlier steps were released with another noise scale (`extension`).
-        self._rescaled = int(self.ledger.meta("rescaled") or 0)
         self._kind_of_ids = self.ledger.meta("ids") or ""
         if self.ledger.meta("rng_seed") is None:
             # Where a neighbour has rows more or less, or one that all others are padded to, others
@@ -179,12 +177,9 @@ class RunState(OneOwner):
         """Go on where `state` was taken; another plan, key or clipping is refused."""
         self.check_state(state)
         self._fresh, self._leave = max(self._fresh, self.step), -1
-        if state["noise"] is None:
-            self.noise.begin_at(int(state["step"]))
-        else:
-            # A state of no steps goes on under any first key: none has drawn anything of it.
-            own = {"key": self.noise.state_dict()["key"]} if int(state["step"]) == 0 else {}
-            self.noise.load_state_dict({**state["noise"], **own})
+        # A state of no steps goes on under any first key: none has drawn anything of it.
+        own = {"key": self.noise.state_dict()["key"]} if int(state["step"]) == 0 else {}
+        self.noise.load_state_dict({**state["noise"], **own})
         self.threshold.load_state_dict(dict(state["threshold"]))
         if isinstance(self.ledger.sampler, Sampler):
             self.ledger.sampler.start = self.step

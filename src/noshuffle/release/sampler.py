@@ -61,9 +61,6 @@ class Sampler:
     population: int
     key: SamplingKey = field(repr=False)
     start: int = 0
-    #: Of a stage: its number and its first step in the run, by which words and keys are its own.
-    stage: int = 0
-    begins: int = 0
     #: Whether few of many are drawn by their count (`sparse_draws`). Runs that were begun before
     #: there was such a thing draw a word for every unit to their end: their ledgers do not name it.
     by_count: bool = True
@@ -98,19 +95,18 @@ class Sampler:
         return {}
 
     def _key(self, step: int) -> bytes:
-        return self.key if isinstance(self.key, bytes) else self.key(self.begins + step)
+        return self.key if isinstance(self.key, bytes) else self.key(step)
 
-    def _cipher(self, step: int, *, key_of: int | None = None) -> Any:
-        """The step's own ChaCha20 stream (nonce: stage and step): a random word a unit."""
+    def _cipher(self, step: int) -> Any:
+        """The step's own ChaCha20 stream (nonce: the step): a random word a unit."""
         from cryptography.hazmat.primitives.ciphers import Cipher, algorithms  # only to sample
 
-        key = self._key(step if key_of is None else key_of)
-        nonce = bytes(8) + ((self.stage << 48) + step).to_bytes(8, "little")
-        return Cipher(algorithms.ChaCha20(key, nonce), mode=None).encryptor()
+        nonce = bytes(8) + step.to_bytes(8, "little")
+        return Cipher(algorithms.ChaCha20(self._key(step), nonce), mode=None).encryptor()
 
-    def _words(self, step: int, count: int, *, key_of: int | None = None) -> NDArray[np.uint64]:
+    def _words(self, step: int, count: int) -> NDArray[np.uint64]:
         """The words of so many units."""
-        cipher = self._cipher(step, key_of=key_of)
+        cipher = self._cipher(step)
         return np.frombuffer(cipher.update(bytes(8 * count)), dtype="<u8")
 
     def _stream(self, step: int) -> Words:

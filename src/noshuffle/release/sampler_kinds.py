@@ -5,8 +5,6 @@
     TruncatedSampler          coin flips, and a random part of batches that are too large
     CyclicSampler             coin flips among one of several groups that take turns
     BinsSampler               everybody at one secret position, the same in every epoch
-    SeparatedSampler          everybody at a fresh secret position in every epoch of its own
-    StagedSampler             one of them after another, each with words of its own
 
 What they share, keys and words, is `sampler`. State: secret positions, once they are drawn.
 
@@ -26,13 +24,10 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
-    DrawnStages,
     FixedSize,
     Participation,
     Poisson,
-    SeparatedBins,
     TruncatedPoisson,
-    stages_of,
 )
 from noshuffle.release.sampler import Sampler, SamplingKey
 from noshuffle.release.sparse_draws import drawn_count, drawn_subset
@@ -127,60 +122,6 @@ class BinsSampler(Sampler):
         return np.flatnonzero(self.positions == step % self.participation.steps_per_epoch)
 
 
-class SeparatedSampler(Sampler):
-    """Every example at a secret position of the epoch of its own that covers the step.
-
-    Guarantees: positions are independent over examples and epochs, uniform up to 2⁻⁶⁴ a position,
-    any two of one example at least `separation` steps apart. The epochs that begin in one stretch
-    of steps_per_epoch steps are drawn together, by one nonce, with the key of the run's first step.
-    """
-
-    participation: SeparatedBins
-
-    def draw(self, step: int) -> Ids:
-        b = self.participation.steps_per_epoch
-        stretch, place = divmod(step, b)
-        phase = np.arange(self.population, dtype=np.int64) % b
-        # Whose own epoch began in this stretch, and whose in the one before (which has nonce 0
-        # before the run): where it is now.
-        own = np.where(phase <= place, self._stretch(stretch + 1), self._stretch(stretch))
-        return np.flatnonzero((place - phase) % b == own)
-
-    def _stretch(self, nonce: int) -> NDArray[np.int64]:
-        if nonce not in self._cache:
-            words = self._words(nonce, self.population, key_of=0)
-            kept = {each: self._cache[each] for each in self._cache if each == nonce - 1}
-            self._cache = {**kept, nonce: _scaled(words, self.participation.choices)}
-        return self._cache[nonce]
-
-    @cached_property
-    def _cache(self) -> dict[int, NDArray[np.int64]]:
-        return {}
-
-
-class StagedSampler(Sampler):
-    """The draws of one stage after another.
-
-    Guarantees: those of the sampler of each stage. No word serves two stages: the number of the
-    stage is part of the nonce, also where they have one key.
-    """
-
-    participation: DrawnStages
-
-    def draw(self, step: int) -> Ids:
-        number, first, _ = self.participation.at(step)
-        return self._stages[number].draw(step - first)
-
-    @cached_property
-    def _stages(self) -> list[Sampler]:
-        return [
-            _SAMPLERS[type(own)](
-                own, self.population, self.key, stage=number, begins=first, by_count=self.by_count
-            )
-            for number, (first, own) in enumerate(self.participation.starts())
-        ]
-
-
 def _scaled(words: NDArray[np.uint64], choices: int) -> NDArray[np.int64]:
     """⌊word · choices / 2⁶⁴⌋."""
     high, low = words >> np.uint64(32), words & np.uint64(2**32 - 1)
@@ -193,9 +134,7 @@ _SAMPLERS: dict[type[Participation], type[Sampler]] = {
     TruncatedPoisson: TruncatedSampler,
     Poisson: PoissonSampler,
     BallsInBins: BinsSampler,
-    SeparatedBins: SeparatedSampler,
     CyclicPoisson: CyclicSampler,
-    DrawnStages: StagedSampler,
 }
 
 
@@ -215,7 +154,7 @@ def make_sampler(
     planned = getattr(participation, "population", population)
     if population not in (None, planned):
         raise InvalidInput(f"the plan samples from {planned} examples, got {population}")
-    groups = max(getattr(own, "groups", 0) for own in stages_of(participation))
+    groups = getattr(participation, "groups", 0)
     if planned is None or (groups and planned < groups):
         least = f", at least one a group ({groups})" if groups else ""
         raise InvalidInput(

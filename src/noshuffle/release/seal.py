@@ -17,7 +17,7 @@ State: none.
 from __future__ import annotations
 
 import io
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from contextlib import closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -28,7 +28,6 @@ import torch
 from noshuffle.errors import NoshuffleError, VerificationFailed
 from noshuffle.plan import Plan
 from noshuffle.release import checkpoint
-from noshuffle.release.extension import finish
 from noshuffle.release.facts import ROUND_PRINTS, round_print, write_statement
 from noshuffle.release.files import file_digest, has_grown, write_bytes
 from noshuffle.release.folder import RunFolder
@@ -41,7 +40,7 @@ from noshuffle.release.opening import steps_in_files
 from noshuffle.release.sampler import DRAWS
 from noshuffle.release.sampler_kinds import make_sampler
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.unfinished import EXTENDED, SEAL, is_seal_missing
+from noshuffle.release.unfinished import SEAL, is_seal_missing
 
 #: The kind of note in the ledger about secret positions, and what it says of them.
 POSITIONS, TO_BE_REMOVED, REMOVED = "positions", "to be removed", "removed"
@@ -62,7 +61,6 @@ def seal(
     and their raw counts (operator.jsonl), stay as they are.
     """
     folder = RunFolder.of(run)
-    finish(folder)
     plan = folder.plan()
     signer = None if sign is None else private_key(Path(sign))
     with _opened(folder, plan) as ledger:
@@ -75,8 +73,8 @@ def seal(
         if folder.key_file.exists():
             ring = folder.ring()
             lives = ledger.notes("life")
-            rows, since = list(ledger.rows()), max(sealed_at(ledger.notes(EXTENDED)), default=0)
-            failures, checked = by_keys(ring, plan, rows, ledger.facts(), lives, since=since)
+            rows = list(ledger.rows())
+            failures, checked = by_keys(ring, plan, rows, ledger.facts(), lives)
             if failures:
                 raise VerificationFailed(f"{folder.path}: {failures[0]}")
         is_half_done = ledger.meta("sealed") is not None and folder.key_file.exists()
@@ -133,7 +131,6 @@ def finish_seal(folder: RunFolder) -> None:
 def note_files(run: RunFolder | str | Path) -> None:
     """Note the digests of a folder's files in its ledger, after a report was drawn, say."""
     folder = RunFolder.of(run)
-    finish(folder)
     with _opened(folder, folder.plan()) as ledger:
         ledger.note("files", files=folder.published())
         write_statement(folder, folder.plan(), ledger)
@@ -176,19 +173,14 @@ def by_keys(
     rows: list[Row],
     facts: dict[str, str | None],
     lives: list[dict[str, Any]],
-    *,
-    since: int = 0,
 ) -> tuple[list[str], tuple[str, ...]]:
-    """What the keys contradict, and what they confirm, in words.
-
-    Draws before step `since` had keys that an earlier seal destroyed, when it had checked them.
-    """
-    failures = [*_lives(ring, facts, lives), *_draws(ring, plan, rows[since:], facts)]
+    """What the keys contradict, and what they confirm, in words."""
+    failures = [*_lives(ring, facts, lives), *_draws(ring, plan, rows, facts)]
     if rows and not ring.is_newest(lives, used=max(row.life for row in rows)):
         failures.append("key.json is older than the last steps of the ledger, or was edited")
     failures += _rounds(ring, rows, facts)
     checked = ["every key is of a process on record"]
-    compared = sum(not row.is_removed for row in rows[since:])
+    compared = sum(not row.is_removed for row in rows)
     if plan.participation.is_sampled and (compared or not rows):
         checked.append(draws_line(compared))
     if ROUND_PRINTS[0] in facts and (compared or not rows):
@@ -199,11 +191,6 @@ def by_keys(
 def draws_line(steps: int) -> str:
     """What a seal notes once the draws of all its steps were compared with the keys."""
     return f"the secret draws of {steps} steps"
-
-
-def sealed_at(extended: Sequence[Mapping[str, Any]]) -> list[int]:
-    """At which steps a sealed run was extended, by the ledger's notes of extensions."""
-    return sorted({int(one["released"]) for one in extended if one["before"].get("sealed")})
 
 
 def _lives(
@@ -255,8 +242,7 @@ def _rounds(ring: KeyRing, rows: list[Row], facts: dict[str, str | None]) -> Ite
 
 def _remove_positions(ledger: Ledger) -> None:
     """Who was drawn when; what it is made of is noted before, that it is done afterwards."""
-    notes = ledger.notes(POSITIONS)  # those of fewer steps are of a seal before an extension
-    states = [note["state"] for note in notes if note["steps"] == ledger.released]
+    states = [note["state"] for note in ledger.notes(POSITIONS)]
     is_begun = TO_BE_REMOVED in states
     if REMOVED in states or not (is_begun or ledger.hides_units):
         return

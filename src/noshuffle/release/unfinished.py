@@ -1,20 +1,16 @@
 """Folders that a killed process left without a guarantee to speak of: a line instead of a verdict.
 
-    never begun    no statement, checkpoint or row of a step: nothing was released, and nothing is
-                   refuted by files that are not there
-    half extended  the ledger has an extension of which statement.json does not know, and no step
-                   since: plan, checkpoint and statement are of two plans until whoever opens the
-                   folder next brings it to its end (`extension.finish`)
-    half sealed    the ledger says sealed, and the keys are there: a checkpoint may have lost its
-                   noise, and the ledger not know of it yet (a matter of the verdict). Without the
-                   keys, the rest of the seal is missing while statement.json is older than it
+    never begun   no statement, checkpoint or row of a step: nothing was released, and nothing is
+                  refuted by files that are not there
+    half sealed   the ledger says sealed, and the keys are there: a checkpoint may have lost its
+                  noise, and the ledger not know of it yet (a matter of the verdict). Without the
+                  keys, the rest of the seal is missing while statement.json is older than it
 
 State: none.
 """
 
 from __future__ import annotations
 
-import json
 import sqlite3
 from contextlib import closing, suppress
 
@@ -24,21 +20,19 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, LedgerTables
 
-#: The kinds of note that an extension and a seal leave in the ledger.
-EXTENDED, SEAL = "extended", "seal"
+#: The kind of note that a seal leaves in the ledger.
+SEAL = "seal"
 
 
 def refuse_unfinished(run: RunFolder) -> None:
-    """Raise, in one line, where the folder is of one of these kinds."""
+    """Raise, in one line, where no run has begun in the folder."""
     if not run.path.is_dir():
         return
     try:
         with closing(Evidence(run.ledger_file)) as evidence:
-            is_made = evidence.is_made
-            has_steps = is_made and next(evidence.rows(), None) is not None
-            is_half = is_made and is_half_extended(evidence, run)
+            has_steps = evidence.is_made and next(evidence.rows(), None) is not None
     except FileNotFoundError:
-        has_steps = is_half = False
+        has_steps = False
     except (OSError, sqlite3.Error, ValueError, TypeError, KeyError):
         return  # what cannot be read is a matter of the verdict
     if not has_steps and not run.statement_file.exists() and not checkpoint.saved(run.checkpoints):
@@ -47,19 +41,6 @@ def refuse_unfinished(run: RunFolder) -> None:
             f"no run has begun in {run.path}: it has no statement and no step on record, and "
             f"nothing was released; {again}"
         )
-    if is_half:
-        raise InvalidInput(
-            f"{run.path} is being extended, or its process was killed at that: nothing is known "
-            "of its guarantee until --resume has brought the extension to its end"
-        )
-
-
-def is_half_extended(ledger: LedgerTables, run: RunFolder) -> bool:
-    """Whether statement.json was written before the newest extension, and no step came since."""
-    events = list(ledger.log(EXTENDED))
-    if not events or next(ledger.rows(start=int(json.loads(events[-1].body)["released"])), None):
-        return False
-    return _told(run) < events[-1].seq
 
 
 def is_half_sealed(ledger: LedgerTables, run: RunFolder) -> bool:

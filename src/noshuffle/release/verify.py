@@ -46,8 +46,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
 
     Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
     the guarantee: the error of the operating system is raised; so is a line where there is no
-    folder, it is no run (`other_folders`), none has begun, or an extension was killed on its way
-    (`unfinished`). Other files that cannot be read are named as not checked.
+    folder, it is no run (`other_folders`), or none has begun (`unfinished`). Other files that
+    cannot be read are named as not checked.
     """
     run, refuted = RunFolder(path), []
     if not run.path.is_dir():  # a slip in the name refutes nothing

@@ -21,7 +21,6 @@ import numpy as np
 
 from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import NoshuffleError
-from noshuffle.participation import Stages
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.rounding import up
@@ -193,7 +192,7 @@ def noise_figure(
         return
     choices: list[tuple[str, Strategy]] = [(f"this run ({plan.strategy.name})", plan.strategy)]
     if not plan.participation.is_sampled:
-        if plan.strategy.name != "tree" and not isinstance(plan.participation, Stages):
+        if plan.strategy.name != "tree":
             tree = fit("tree", plan.participation).strategy
             choices.append(("Honaker tree, best restart", tree))
         if plan.strategy.name != "identity":

@@ -8,7 +8,6 @@ A Toeplitz strategy under a Toeplitz workload (no gains, no schedule) has B = T(
 the running sum of squares of one sequence: O(n). So have BLTs with gains but no taps, under prefix
 sums with any learning rates (`buffered_squared`). Trees know the variance of their prefix sums, and
 carry a small covariance matrix along for other workloads: O(n·log² n).
-Of independent phases the variances add up under prefix sums.
 Everything else is computed from the rows of C⁻¹, one at a time: exact, in O(n²).
 
 >>> from noshuffle.strategies.identity import identity
@@ -29,7 +28,6 @@ import numpy as np
 from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.strategies.base import DENSE_LIMIT, Strategy, ToeplitzStrategy
 from noshuffle.strategies.blt import Blt, inverse_parameters
-from noshuffle.strategies.phases import Phases
 from noshuffle.strategies.recipe import Array, Forest, forest_blocks, node_weight
 from noshuffle.strategies.recursions import decaying
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
@@ -89,13 +87,6 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
                 f"steps, got {n:,}; compare on a shorter run, or without gains and schedule"
             )
         return _by_rows(rows, n, workload, n)
-    if isinstance(strategy, Phases) and workload == prefix():  # independent: what ended adds up
-        parts: list[Array] = []
-        ended = 0.0
-        for _, p in strategy.within(n):
-            own = p.factor**2 * _squared(p.strategy, p.planned, workload)[: p.used] + ended
-            parts, ended = [*parts, own], float(own[-1])
-        return np.concatenate(parts)
     if isinstance(strategy, Tree) and workload == prefix():
         return np.asarray(strategy.prefix_variance(n), dtype=np.float64)
     if isinstance(strategy, Tree) and strategy.variant != "full" and n <= TREE_STEPS:

@@ -23,7 +23,7 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
-from noshuffle.participation import AnyOrderEpochs, Participation, Restarted, Stages
+from noshuffle.participation import AnyOrderEpochs, Participation, Restarted
 from noshuffle.strategies.fit_forms import Fit, layout
 from noshuffle.strategies.fit_two_sided import check_two_sided
 from noshuffle.strategies.mechanisms import (
@@ -122,7 +122,7 @@ def _attempts(
     yield named("tree")
     if n <= FULL_TREE_STEPS:
         yield named("tree", variant="full")
-    if isinstance(participation, Restarted | Stages | AnyOrderEpochs):
+    if isinstance(participation, Restarted | AnyOrderEpochs):
         return
     separation = layout(participation).separation
     room = DEFAULT_BANDS if max_buffers is None else max_buffers

@@ -30,7 +30,6 @@ from noshuffle.participation import (
     Epochs,
     MinSeparation,
     Participation,
-    SeparatedBins,
     SinglePass,
 )
 from noshuffle.strategies.base import Strategy
@@ -91,8 +90,6 @@ def layout(participation: Participation) -> FitLayout:
         return FitLayout(participation.steps, participation.separation, participation.most)
     if isinstance(participation, CyclicPoisson):  # each turn is accounted apart
         return FitLayout(participation.steps, participation.groups, 1)
-    if isinstance(participation, SeparatedBins):  # and so is each position
-        return FitLayout(participation.steps, participation.separation, 1)
     raise Unsupported(
         "strategies are fitted for SinglePass, Epochs or MinSeparation, got "
         f"{type(participation).__name__}; use identity there, or a tree for Restarted"

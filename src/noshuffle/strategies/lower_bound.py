@@ -117,7 +117,7 @@ def checked_layout(
     if found.steps > limit:
         raise Unsupported(
             f"dense optima and bounds are computed for at most {limit} steps here, got "
-            f"{found.steps}; use a BLT or a banded strategy, or `long_bound` for the bound"
+            f"{found.steps}; use a BLT or a banded strategy"
         )
     if not np.all(workload.rates(found.steps) > 0):
         raise InvalidInput("dense fits and bounds need learning rates > 0; got one that is zero")
@@ -149,26 +149,19 @@ def rms_lower_bound(
         return solve_single(n, workload=workload, tolerance=tolerance)[0].bound
     return _several(
         workload.matrix(n), patterns(n, separation=separation, most=most), tolerance=tolerance
-    )[0]
+    )
 
 
-def sign_correlations(turns: int) -> Array:
+def _sign_correlations(turns: int) -> Array:
     """M_r of so many participations, for every r."""
     gap = np.abs(np.subtract.outer(np.arange(turns), np.arange(turns)))
     return np.array([np.where(gap == 0, 1.0, a ** np.maximum(gap, 1)) for a in SIGNS])
 
 
-def several_weights(places: int, *, turns: int) -> Array:
-    """Weights by sign correlation and place that a run of `turns` epochs ends with."""
-    steps = np.arange(places)[:, None] + places * np.arange(turns)
-    A = prefix().matrix(places * turns)
-    return _several(A, np.asarray(steps, dtype=np.intp), tolerance=2e-3)[1]
-
-
-def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float) -> tuple[float, Array]:
-    """The best bound met while weights of sign correlations and patterns rise, and the weights."""
+def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float) -> float:
+    """The best bound met while weights of sign correlations and patterns rise."""
     n, k = len(A), steps.shape[1]
-    signs = sign_correlations(k)
+    signs = _sign_correlations(k)
     place = (steps[:, :, None] * (n + 1) + steps[:, None, :]).ravel()
     weights = np.ones((len(SIGNS), len(steps)))
     best = 0.0
@@ -187,4 +180,4 @@ def _several(A: Array, steps: NDArray[np.intp], *, tolerance: float) -> tuple[fl
         if gain.max() <= 1 + 2 * tolerance:
             break
         weights = weights * gain**POWER
-    return best, np.asarray(weights / weights.sum())
+    return best

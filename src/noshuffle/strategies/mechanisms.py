@@ -34,7 +34,7 @@ from typing import Any
 from threadpoolctl import threadpool_limits
 
 from noshuffle.errors import Unsupported, instance_of, one_of, whole
-from noshuffle.participation import CyclicPoisson, Participation, Restarted, SeparatedBins
+from noshuffle.participation import CyclicPoisson, Participation, Restarted
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normalized
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
@@ -125,7 +125,7 @@ class Mechanism:
 
     `needs_horizon`: its strategies serve runs of the fitted length only. `is_restarted`: proved for
     orders that change at restarts; `is_sampled`: proved for secret draws; `is_cyclic`: proved for
-    groups that take turns, and separated positions.
+    groups that take turns.
     """
 
     name: str
@@ -139,9 +139,7 @@ class Mechanism:
 
     def check(self, participation: Participation) -> None:
         """Refuse what has no proof."""
-        is_fine = self.is_sampled or (
-            self.is_cyclic and isinstance(participation, CyclicPoisson | SeparatedBins)
-        )
+        is_fine = self.is_sampled or (self.is_cyclic and isinstance(participation, CyclicPoisson))
         if participation.is_sampled and not is_fine:
             raise Unsupported(
                 f"{participation.kind} sampling is accounted for independent noise only, got the "

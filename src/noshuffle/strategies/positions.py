@@ -4,7 +4,7 @@ A unit at position j of every epoch moves the noise by m_j at most, row by row, 
 (`accounting.bins` says why absolute values of the encoder are enough). Found for the first `steps`
 rows; for plain Toeplitz encoders every m_j is the first one, moved by j.
 
->>> from noshuffle.participation import BallsInBins, SeparatedBins
+>>> from noshuffle.participation import BallsInBins
 >>> from noshuffle.strategies.identity import identity
 >>> found = overlaps(identity(), BallsInBins(epochs=3, steps_per_epoch=4), 12)
 >>> [(m, a, round(d, 6)) for m, a, d in found]
@@ -16,7 +16,7 @@ from __future__ import annotations
 import numpy as np
 
 from noshuffle.errors import Unsupported
-from noshuffle.participation import BallsInBins, SeparatedBins
+from noshuffle.participation import BallsInBins
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.recipe import Array
@@ -56,51 +56,12 @@ def shifts(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
     return out
 
 
-def gram(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
-    """K itself, for `accounting.monte_carlo`."""
-    m = shifts(strategy, part, steps)
-    return np.asarray(m.T @ m)
-
-
-def separated_gram(strategy: Strategy, part: SeparatedBins, steps: int) -> Array:
-    """K of one epoch of `SeparatedBins`: the largest inner product of columns at every distance."""
-    if not isinstance(strategy, ToeplitzStrategy):
-        raise Unsupported(
-            "separated positions are accounted for banded Toeplitz noise, got the strategy "
-            f"{strategy.name!r}; use banded or identity"
-        )
-    c, g = np.abs(strategy.coefficients(steps)), np.abs(strategy.gain_values(steps))
-    lags = np.zeros(part.choices)
-    for d in range(min(part.choices, part.separation, steps)):
-        products = c[: part.separation - d] * c[d : part.separation]
-        sums = np.cumsum(products)
-        rows = np.minimum(steps - d - np.arange(steps - d), len(sums)) - 1  # cut off by the end
-        lags[d] = float(np.max(g[: steps - d] * g[d:] * sums[rows]))
-    gap = np.abs(np.subtract.outer(np.arange(part.choices), np.arange(part.choices)))
-    return np.asarray(lags[gap])
-
-
-def separated_classes(
-    strategy: Strategy, part: SeparatedBins, steps: int
-) -> tuple[tuple[int, float, float], ...]:
-    """`accounting.fresh_positions.FreshPositions.classes`: some distances up to the separation."""
-    lags = separated_gram(strategy, part, steps)[0] * (1 + 1e-12)
-    top, reach = float(lags[0]), min(part.separation, part.choices)
-    bands = int(np.max(np.flatnonzero(lags > 0))) + 1
-    shares = (0.05, 0.15, 0.4, 0.7, 1.0)
-    ladder = sorted({min(reach, max(1, round(bands * share))) for share in shares})
-    classes = [(1, 0.0, top)]
-    for w in ladder:
-        common = float(lags[w::w].max(initial=0.0))
-        classes.append((part.choices // w, common, top - common))
-    return tuple(classes)
-
-
 def overlaps(
     strategy: Strategy, part: BallsInBins, steps: int
 ) -> tuple[tuple[int, float, float], ...]:
     """`accounting.bins.Overlaps.classes`: positions with equal remainders, for every divisor."""
-    b, K = part.steps_per_epoch, gram(strategy, part, steps)
+    b, m = part.steps_per_epoch, shifts(strategy, part, steps)
+    K = m.T @ m
     top = float(K.diagonal().max()) * (1 + 1e-12)
     gap = np.abs(np.subtract.outer(np.arange(b), np.arange(b)))
     classes = [(1, 0.0, top)]

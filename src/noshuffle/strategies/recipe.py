@@ -10,7 +10,6 @@ is plain data, one of
                   S_j ← θ_j S_j + u_t,  y_t = a_t x_t                      (keeps S; draws again)
     Forest        trees over blocks of steps; see `Forest`                 (keeps one stack)
     Rows          y_t = Σ_{r≤t} M[t, r] z_r                                (past draws come again)
-    InPhases      one recipe after another, each with draws of its own     (buffers begin anew)
 
 with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty) and, in Buffered, a scale of
 every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `stream` runs a recipe on
@@ -102,17 +101,7 @@ class Rows:
     matrix: Array
 
 
-@dataclass(frozen=True)
-class InPhases:
-    """Recipes one after another: (recipe, steps in use, factor on its noise) of every phase.
-
-    The draws of a phase are numbered from the end of those of the phase before.
-    """
-
-    parts: tuple[tuple[FeedForward | Recursive | Buffered | Forest | Rows, int, float], ...]
-
-
-Recipe = FeedForward | Recursive | Buffered | Forest | Rows | InPhases
+Recipe = FeedForward | Recursive | Buffered | Forest | Rows
 
 
 def forest_rows(leaves: int) -> int:
@@ -141,8 +130,6 @@ def rows(recipe: Recipe, steps: int) -> int:
     """How many rows of Z the first `steps` steps read (m in the shape of C: m × n)."""
     if isinstance(recipe, Forest):
         return sum(forest_rows(full) for _, _, full in forest_blocks(recipe))
-    if isinstance(recipe, InPhases):
-        return sum(rows(own, used) for own, used, _ in recipe.parts)
     return steps
 
 
@@ -154,13 +141,6 @@ def stream(recipe: Recipe, draws: Array, *, steps: int) -> Array:
         return np.asarray(recipe.matrix[:steps, :steps] @ draws[:steps])
     if isinstance(recipe, Forest):
         return _stream_forest(recipe, steps, draws)
-    if isinstance(recipe, InPhases):
-        out, row = [], 0
-        for own, used, factor in recipe.parts:
-            end = row + rows(own, used)
-            out.append(factor * stream(own, draws[row:end], steps=used))
-            row = end
-        return np.concatenate(out)[:steps]
     z = draws[:steps]
     if isinstance(recipe, FeedForward):
         x = lfilter(recipe.weights, [1.0], z, axis=0)

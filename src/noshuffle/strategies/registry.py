@@ -17,7 +17,6 @@ from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.identity import Identity, ReleaseSums
-from noshuffle.strategies.phases import Phases, StrategyPhase
 from noshuffle.strategies.toeplitz import Banded, BandedInverse, SqrtToeplitz
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.two_sided import TwoSidedBlt
@@ -32,7 +31,6 @@ _BUILT_IN: tuple[type[Strategy], ...] = (
     Blt,
     TwoSidedBlt,
     Dense,
-    Phases,
 )
 
 _CLASSES: dict[str, type[Strategy]] = {cls.name: cls for cls in _BUILT_IN}
@@ -76,9 +74,6 @@ def from_dict(record: dict[str, Any]) -> Strategy:
     if unknown := sorted(set(values) - known):
         raise InvalidInput(f"the strategy {name!r} has no field {unknown[0]!r}")
     try:
-        if cls is Phases:
-            parts = ((from_dict(part[0]), *part[1:]) for part in values["parts"])
-            return Phases(parts=tuple(StrategyPhase(*part) for part in parts))
         return cls(**{key: _frozen(value) for key, value in values.items()})
     except (TypeError, LookupError) as problem:
         raise InvalidInput(f"the strategy {name!r} cannot be read: {problem}") from None

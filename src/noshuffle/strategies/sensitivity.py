@@ -18,7 +18,6 @@ its leading block; nothing here forms a matrix unless the strategy is one, or th
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           closed forms of Σ⁻¹ (see `tree_sensitivity`), or node counts
     gains on both sides             no Toeplitz form, paths of its own (see `two_sided`)
-    one strategy after another      sums over phases along one pattern (see `phases`)
     a mechanism of one's own        its noising matrix, inverted
 
 Guarantees. `value` is never below the truth (beyond 1e-12 relative, for rounding). `exact` is said
@@ -48,16 +47,13 @@ from noshuffle.errors import Unsupported, instance_of, whole
 from noshuffle.participation import (
     BallsInBins,
     CyclicPoisson,
-    DrawnStages,
     Epochs,
     FixedSize,
     MinSeparation,
     Participation,
     Poisson,
     Restarted,
-    SeparatedBins,
     SinglePass,
-    Stages,
     TruncatedPoisson,
 )
 from noshuffle.strategies import gram
@@ -67,7 +63,6 @@ from noshuffle.strategies.blt import Blt, endless_squared
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.gram import ROUNDING
 from noshuffle.strategies.identity import Identity
-from noshuffle.strategies.phases import Phases, StrategyPhase, matrix_steps, squared_of_phases
 from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
@@ -123,20 +118,14 @@ def prefix_sensitivity(
     if isinstance(participation, Restarted) and isinstance(participation.participation, SinglePass):
         participation = participation.participation
     plain = type(strategy) is Identity and not strategy.has_gains
-    if isinstance(participation, DrawnStages):
-        return _of_stages(strategy, participation, steps)
     if isinstance(participation, BallsInBins):
         top = overlaps(strategy, participation, steps)[0][2]
         secret = _record(top, top, "at one position; the amplified accountant counts its secrecy")
         known = prefix_sensitivity(strategy, participation.in_order, steps)
         return min(secret, known, key=lambda each: each.squared)
     if isinstance(participation, CyclicPoisson) and not plain:
-        return _one_turn(strategy, participation, participation.groups, steps)
-    if isinstance(participation, SeparatedBins) and not plain:
-        return _one_turn(strategy, participation, participation.separation, steps)
-    if isinstance(
-        participation, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson | SeparatedBins
-    ):
+        return _one_turn(strategy, participation, steps)
+    if isinstance(participation, Poisson | FixedSize | CyclicPoisson | TruncatedPoisson):
         if plain:
             return _record(1.0, 1.0, "per step; the amplified accountant composes the steps")
         raise Unsupported(
@@ -149,22 +138,6 @@ def prefix_sensitivity(
     if type(strategy) is Tree:
         squared, why = tree_sensitivity(strategy, participation, steps, accounting=tree_accounting)
         return Sensitivity(math.sqrt(squared), squared, exact=not why, notes=why)
-    if isinstance(participation, Stages) and type(strategy) is not Phases:
-        part = StrategyPhase(strategy, participation.steps, participation.steps)
-        return prefix_sensitivity(Phases(parts=(part,)), participation, steps)
-    if type(strategy) is Phases:
-
-        def squared_of(own: Strategy, part: Participation, n: int) -> tuple[float, bool]:
-            found = prefix_sensitivity(own, part, n, tree_accounting=tree_accounting)
-            return found.squared, found.exact
-
-        found = _record(*squared_of_phases(strategy, participation, steps, squared=squared_of))
-        most = participation.most_within(steps)
-        longest = max(strategy.steps, *(matrix_steps(own) for own in strategy.parts))
-        is_short = longest <= SEARCH_STEPS and steps * steps * most <= SEARCH_WORK
-        if found.exact or not is_short or not isinstance(participation, MinSeparation):
-            return found
-        return _explicit(_inverse_covariance(strategy, strategy.steps, steps), participation)
     if isinstance(participation, Restarted):
         raise Unsupported(
             f"an order that changes between restarts is proved for trees and identity only, got "
@@ -181,31 +154,14 @@ def prefix_sensitivity(
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
 
 
-def _of_stages(strategy: Strategy, participation: DrawnStages, steps: int) -> Sensitivity:
-    """The largest stage, in units of its noise: a stage has a phase of noise to itself."""
-    phases = strategy.parts if type(strategy) is Phases else ()
-    lengths = [own.steps for own in participation.stages]
-    if [(own.used, own.planned) for own in phases] != [(n, n) for n in lengths]:
-        raise Unsupported(
-            f"secret draws in stages of {', '.join(map(str, lengths))} steps need one phase of "
-            f"noise for each, got the strategy {strategy.name!r}; use Plan.extended"
-        )
-    found = [
-        prefix_sensitivity(phase.strategy, own, min(own.steps, steps - first)).squared
-        / phase.factor**2
-        for (first, own), phase in zip(participation.starts(), phases)
-        if first < steps
-    ]
-    return _record(max(found), max(found), "of the largest stage; the accountant composes them all")
-
-
-def _one_turn(strategy: Strategy, participation: Participation, bands: int, n: int) -> Sensitivity:
+def _one_turn(strategy: Strategy, participation: CyclicPoisson, n: int) -> Sensitivity:
     """The largest column, for encoders with no more diagonals than lie between turns of a unit.
 
     The steps of a unit are then so far apart that their columns share no row: each of its turns is
     seen in rows of its own, as one sampled Gaussian step with the noise over its column norm
     (docs/proofs.md, "Groups that take turns").
     """
+    bands = participation.groups
     if isinstance(strategy, ToeplitzStrategy) and n <= MAX_COEFFICIENTS:
         c, g = strategy.coefficients(n), strategy.gain_values(n)
         is_banded = not np.any(c[bands:])
@@ -219,7 +175,7 @@ def _one_turn(strategy: Strategy, participation: Participation, bands: int, n: i
     if not is_banded:
         raise Unsupported(
             f"{participation.kind} sampling is accounted for noise of at most {bands} bands (its "
-            f"groups, or separation), got the strategy {strategy.name!r}; use the mechanism banded"
+            f"groups), got the strategy {strategy.name!r}; use the mechanism banded"
         )
     largest = float(columns.max())
     return _record(largest, largest, "per turn; the amplified accountant composes the turns")

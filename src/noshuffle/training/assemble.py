@@ -70,7 +70,7 @@ def privatize(
 
     Arguments:
         batch_size: the constant that every noisy sum is divided by, whatever arrives; pairs
-            (first step, size) where it changes (plan `Stages` for it), or a function of the step.
+            (first step, size) where it changes, or a function of the step.
         clip_norm, clip: bound on one unit's contribution; a number, or `Flat`, `PerLayer`,
             `QuantileClip` (follows a quantile; identity noise or trees that restart), or
             `HistogramClip` (a number, and a private histogram of the norms within the same ε:

@@ -32,7 +32,7 @@ from torch.utils.data import (
 from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves, take
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
-from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize, Stages
+from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
@@ -294,7 +294,6 @@ def slow_notes(fallbacks: Iterable[str]) -> list[str]:
 
 
 def _per_pass(plan: Plan) -> int:
-    """Steps of one pass; of the last stage where the batch size has changed."""
-    part = plan.participation
-    rule = part.stages[-1] if isinstance(part, Stages) else part.base
+    """Steps of one pass."""
+    rule = plan.participation.base
     return int(rule.steps_per_epoch) if isinstance(rule, Epochs) else plan.steps
