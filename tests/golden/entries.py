@@ -16,7 +16,7 @@ from typing import Any
 
 FOLDER = Path(__file__).parent
 #: In the order in which they are written and tested.
-SECTIONS = ("plans", "sums", "noise", "solvers")
+SECTIONS = ("plans", "sums", "noise", "solvers", "tables", "runs", "commands")
 #: Closed forms: what the last digits of a processor's and a library's functions may move.
 CLOSED = 1e-9
 
