@@ -68,7 +68,7 @@ def called(line: str) -> Any:
     if line.startswith("predict"):
         told = told[:8]
     if line.startswith("plan"):  # in an order by error, which may be a tie
-        told = {row.get("mechanism", row.get("kind", str(i))): row for i, row in enumerate(told)}
+        told = {f"{row['mechanism']} {row.get('sampling', '')}".strip(): row for row in told}
     return {"status": status, "json": told}
 
 

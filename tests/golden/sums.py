@@ -193,14 +193,16 @@ def model_of(name: str) -> nn.Module:
 
 
 def batch_of(name: str, kind: str) -> tuple[Tensor, Tensor]:
-    """Inputs and targets; what is huge or NaN in rows of tokens is the target."""
+    """Inputs and targets. What is huge or NaN in rows of tokens is the target, and what is huge in
+    those of attention: the gradient of huge scores is rounding."""
     shape = MODELS[name][1]
     x: Any = normal(f"x {name}", ROWS, *shape)
     if not shape:
         x = draws(f"x {name}").randint(0, TOKENS, (ROWS, 5))
     y = normal(f"y {name}", ROWS, 3)
     if kind in ("huge row", "NaN row"):
-        own = x if shape else y
+        is_target = not shape or (name == "attention" and kind == "huge row")
+        own = y if is_target else x
         own[2] = 1e4 * own[2] if kind == "huge row" else np.nan
     inputs = torch.from_numpy(x.astype(np.float32) if shape else x)
     batch = inputs, torch.from_numpy(y.astype(np.float32))
