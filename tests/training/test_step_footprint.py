@@ -11,22 +11,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from torch.overrides import _get_current_function_mode_stack
 
 import noshuffle as ns
-from noshuffle.training.loss_trace import LossTrace
 
 ROOT = str(Path(ns.__file__).parent)
 LOSS = nn.CrossEntropyLoss()
 ROWS, STEPS = 16, 8
-
-
-@pytest.fixture(scope="module", autouse=True)
-def _alone() -> None:
-    """Loops of earlier tests that still wait for their loss would be counted, too."""
-    for mode in reversed(_get_current_function_mode_stack()):
-        if isinstance(mode, LossTrace):
-            mode.leave()
 
 
 def walked(private: ns.Private, *, has_ids: bool) -> Counter[str]:

@@ -56,7 +56,8 @@ IN_PARTS = (
     "same as a whole were refused."
 )
 UNCHANGED_LOOP = (
-    "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
+    "In every step, the loss of a batch is a mean (or sum) of terms that each depend on one "
+    "example alone; this was not checked."
 )
 PUBLIC_ORDER = (
     "Which user takes part at which step is public: the participation was read off the order of "

@@ -11,10 +11,9 @@ so hooks keep the inputs and c (`passes`), and `step` runs the clipping engine o
 `.grad` is thrown away; this second pass has the dropout masks of the first.
 
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
-on one example: the statement says so, and steps 1, 2, 4, 8, … try it (`loss_replay`). Gradients
-that do not come through the model's output are not in c: the first step (and the 2nd, 4th, … after
-a `zero_grad`) compares the raw gradient with that of the passes. State: the factor of the last
-step, and the number of steps.
+on one example: the statement says so, and nothing checks it. Gradients that do not come through the
+model's output are not in c: the first step compares the raw gradient with that of the passes.
+State: the factor of the last step, and the number of steps.
 """
 
 from __future__ import annotations
@@ -179,7 +178,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss = closure()
         heard, is_first = self._listener, not self._steps
         passes, refusal = list(heard.passes), heard.refusal
-        heard.leave()
         heard.passes, heard.refusal = [], ""
         if refusal:
             raise Unsupported(refusal)
@@ -199,10 +197,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             heard.warning = ""
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
-        at, is_zeroed, now = 0, heard.is_zeroed, versions(heard.own)
+        at, now = 0, versions(heard.own)
         is_new = first_step(self._parts, inputs_of(passes[0])) if is_first else None
         with is_new or nullcontext(), self._accumulate() as step:
-            if is_first or (is_power and is_zeroed):  # else .grad holds more than this step's
+            if is_first:
                 _check_raw(self._parts, passes, factor, now)
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
