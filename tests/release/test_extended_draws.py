@@ -18,7 +18,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence, Row
 from noshuffle.release.seal import by_keys, sealed_at
 from noshuffle.release.verify import verify
-from noshuffle.training.mixing import first_rows
+from noshuffle.training.first_step import first_rows
 
 ROWS = 12
 X = torch.randn(ROWS, 4, generator=torch.Generator().manual_seed(0))

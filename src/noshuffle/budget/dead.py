@@ -56,7 +56,7 @@ def shown_by_ledger(path: Path, origin: str, lives: Sequence[str]) -> DeadRun | 
         plan, evidence = run.plan(), Evidence(run.ledger_file)
         try:
             facts = evidence.bound()
-            void = void_notes(described(facts, (), (), evidence.mixing(), ends=(), units=None))
+            void = void_notes(described(facts, (), (), ends=(), units=None))
             rows = list(evidence.rows())
             told = {life.get("keys"): life for life in evidence.notes("life")}
             is_whole, now = next(edits(evidence), None) is None, identity(run.ledger_file)

@@ -8,7 +8,6 @@ import numpy as np
 import pytest
 import torch
 from tests.runs import weights
-from tests.training.compiled.test_step import Mixing
 from torch import nn
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
@@ -537,19 +536,3 @@ def test_losses_that_cannot_be_captured_and_other_batches():
                 part = {"rows": x[at : at + 4]}, y[at : at + 4]
                 step.add(model, part, ids=np.arange(at, at + 4))
     alike(slow, fast)
-
-
-def test_a_model_that_begins_to_mix_is_found_out_in_parts(monkeypatch):
-    looks = "noshuffle.training.compiled.programs.next_full"
-    monkeypatch.setattr(looks, lambda calls: 8 if calls < 8 else 99)
-    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: 99)
-    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: 99)
-    model, rule = nn.Sequential(Mixing(), network()), MinSeparation(12, 1, 12)
-    private = make(compiled=True, model=model, rule=rule, engine=Ghost())
-    for _ in range(4):  # the part that is captured is none of the calls
-        in_parts(private, 0, (4, 4))
-    model[0].wanted = True
-    with pytest.warns(RuntimeWarning, match="apart no longer"):
-        in_parts(private, 0, (4, 4))
-    assert "found at call 8" in str(private.fallbacks)
-    assert any("changed each other" in line for line in private.statement().assumptions)

@@ -54,17 +54,6 @@ class GroupLedger(Ledger):
             return super().facts()
         return {**self._told, **self.bound(), "first": None, "last": None}
 
-    def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
-        """Rank 0 writes it; see `tell_mixing`."""
-        return self._holds_rows and super().look(kind, mixes=mixes, size=size)
-
-    def tell_mixing(self) -> None:
-        """Let every rank know which steps rank 0 has on record as mixed; a collective call."""
-        facts = super().facts
-        mixing = self._team.lead("what looks found", lambda: facts()["mixing"])
-        if not self._holds_rows:
-            self._told["mixing"] = mixing
-
     def admit(
         self,
         step: int,
@@ -123,5 +112,5 @@ class GroupLedger(Ledger):
 #: What `Ledger.facts` works out, which is no fact to bind.
 _DERIVED = (
     *("lives", "version", "torch", "first", "last", "records", "summarised", "format", "unit"),
-    *("budget_words", "mixing"),
+    "budget_words",
 )

@@ -22,10 +22,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from noshuffle.clipping import ClippedSum, Ghost, ModelLoss
-from noshuffle.clipping.looks import Look
+from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation
 from noshuffle.release import fingerprint
@@ -36,7 +35,6 @@ from noshuffle.training.compiled.blocks import BlockSums, block_sums
 from noshuffle.training.group import shards
 from noshuffle.training.group.batch_blocks import block_prints, block_rng, blocks_of, rows_of
 from noshuffle.training.group.fixed_sum import FixedSum, check_units
-from noshuffle.training.group.ledger import GroupLedger
 from noshuffle.training.group.shards import ShardLayout
 from noshuffle.training.group.team import Team, all_agree
 from noshuffle.training.hooks import untraced
@@ -55,25 +53,6 @@ class GroupParts(Parts):
     is_sharded: bool = field(kw_only=True)
     #: Captured sums of blocks, once a step has asked for them; or the reason why there are none.
     sums: BlockSums | str | None = field(default=None, kw_only=True)
-    #: What looks at the model found on this rank since the ranks last met.
-    looks: list[Look] = field(default_factory=list, init=False)
-
-    def heard(self, model: nn.Module, look: Look) -> None:
-        """Write it down here (rank 0: on the disk), and tell the others at the next meeting."""
-        super().heard(model, look)
-        if model is self.model:
-            self.looks.append(look)
-
-    def hear_all(self, told: list[list[Look]]) -> None:
-        """What all ranks found; where examples mix for one of them, every one looks."""
-        self.looks, all_of = [], list(dict.fromkeys(look for own in told for look in own))
-        for look in all_of:
-            super().heard(self.model, look)
-        if any(look.mixes for look in all_of):
-            if isinstance(self.engine, Ghost):
-                self.engine.look_soon()
-            assert isinstance(self.ledger, GroupLedger)
-            self.ledger.tell_mixing()
 
 
 @dataclass(frozen=True)
@@ -155,15 +134,13 @@ class GroupStep(Step):
         mine = keep[(at := sum(b.size for b in before)) : at + told[team.rank].size]
         number = sum(len(b.prints) for b in before)
 
-        def clip() -> tuple[ClippedSum, list[Look]]:
+        def clip() -> ClippedSum:
             own = told[team.rank].ids
             with shards.gathered(self.parts.model) if self.parts.is_sharded else nullcontext():
-                found = self._clip_blocks(loss_fn, batch, blocks, mine, own, first=number)
-            return found, self.parts.looks
+                return self._clip_blocks(loss_fn, batch, blocks, mine, own, first=number)
 
         seen = team.meet(f"clipped {tag}", clip)
-        self.parts.hear_all([looks for _, looks in seen])
-        self._sums.append(_joined([found for found, _ in seen]))
+        self._sums.append(_joined(seen))
         check_units(sum(len(s.norms) for s in self._sums))
         self._part += 1
 
