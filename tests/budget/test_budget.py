@@ -661,7 +661,9 @@ def test_a_run_that_fails_after_its_charge_stays_with_it(
 ) -> None:
     plan = plan_of()
     with monkeypatch.context() as patch:
-        patch.setattr("noshuffle.release.account.expose", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr(
+            "noshuffle.budget.open_run.OpenRun.words", Mock(side_effect=KeyboardInterrupt)
+        )
         with pytest.raises(KeyboardInterrupt):
             sums_of(budget, plan, run=tmp_path / "run")
     reserved = mu_of(budget)

@@ -118,7 +118,7 @@ def test_looks_at_a_batch_run_the_model_under_the_autocast_of_its_steps():
     torch.manual_seed(0)
     engine, model, size = Ghost(), Noting(), 24
     x, y = torch.randn(size, 2, 9, 9), torch.randn(size)
-    for _ in range(12):  # quick looks among them
+    for _ in range(12):
         with torch.autocast("cpu", dtype=torch.bfloat16):
             engine.clipped_sum(model, nn.MSELoss(), (x, y), clip=Flat(1.0))
     assert not engine.fallbacks

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from noshuffle.clipping import Flat, Ghost, PerExample, PerLayer
 from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.layers import find_layout, read
-from noshuffle.clipping.look_runs import probe
+from noshuffle.clipping.trial_runs import probe
 
 ENGINES = {"per_example": PerExample, "ghost": Ghost}
 

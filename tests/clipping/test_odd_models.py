@@ -8,19 +8,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from tests.clipping.odd_models import APART, MIXING, Between, Odd, data
+from tests.clipping.odd_models import APART, MIXING, Odd, data
 from tests.clipping.twin import flat
 from torch import nn
 
 from noshuffle.clipping import Flat, Ghost, PerExample
-from noshuffle.clipping.looks import Look
 from noshuffle.errors import Unsupported
-
-
-@pytest.fixture(autouse=True)
-def _no_later_looks(monkeypatch: pytest.MonkeyPatch) -> None:
-    for name in ("next_full", "next_quick"):
-        monkeypatch.setattr(f"noshuffle.clipping.later_looks.{name}", lambda calls, **_: 10**9)
 
 
 @pytest.mark.parametrize("odd", MIXING, ids=str)
@@ -41,7 +34,6 @@ def test_examples_that_are_apart_are_taken_at_once(odd: Odd) -> None:
     torch.manual_seed(0)
     model, engine = odd.make(), Ghost()
     engine.clipped_sum(model, odd.loss, data(odd, 0), clip=Flat(0.2))
-    engine.look_soon()
     batch = data(odd, 1)
     got = engine.clipped_sum(model, odd.loss, batch, clip=Flat(0.2))
     assert not any("whole model" in line for line in engine.fallbacks)
@@ -94,45 +86,6 @@ def test_one_example_by_brute_force(odd: Odd) -> None:
             if not is_random:  # with a row less, others have other masks
                 gaps.append((last_sum(odd, steps, without) - whole).norm())
             assert max(map(float, gaps)) <= 0.2 * 1.0001, (steps, i)
-
-
-class Heard:
-    def __init__(self, engine: Ghost) -> None:
-        self.looks: list[Look] = []
-        engine.listeners.add(self.heard)
-
-    def heard(self, model: nn.Module, look: Look) -> None:
-        self.looks.append(look)
-
-
-@pytest.mark.parametrize("mixing", [15, 31])
-def test_a_size_that_mixes_is_found_when_it_first_comes(mixing: int) -> None:
-    """Whether it is smaller or larger than those before; they were apart, and nobody is alarmed."""
-    torch.manual_seed(0)
-    odd = Odd("at one size", lambda: Between(lambda h: h - h.mean(0) if len(h) == mixing else h))
-    model, engine = odd.make(), Ghost()
-    heard = Heard(engine)
-    for seed, size in enumerate((20, 24, mixing)):
-        batch = data(odd, seed, size)
-        got = engine.clipped_sum(model, odd.loss, batch, clip=Flat(0.2))
-        want = PerExample().clipped_sum(model, odd.loss, batch, clip=Flat(0.2))
-        torch.testing.assert_close(flat(got.values), flat(want.values), rtol=1e-4, atol=1e-6)
-    assert [(look.size, bool(look.mixes)) for look in heard.looks][:3] == [
-        (20, False), (24, False), (mixing, True),
-    ]  # fmt: skip
-
-
-def test_a_new_size_shows_mixing_that_has_begun_in_all() -> None:
-    torch.manual_seed(0)
-    is_on: list[bool] = []
-    odd = Odd("later", lambda: Between(lambda h: h - h.mean(0) if is_on else h))
-    model, engine = odd.make(), Ghost()
-    heard = Heard(engine)
-    engine.clipped_sum(model, odd.loss, data(odd, 0, 20), clip=Flat(0.2))
-    is_on.append(True)
-    with pytest.warns(RuntimeWarning, match="NOT PRIVATE"):
-        engine.clipped_sum(model, odd.loss, data(odd, 1, 15), clip=Flat(0.2))
-    assert [(look.size, bool(look.mixes)) for look in heard.looks][:2] == [(20, False), (20, True)]
 
 
 @pytest.mark.parametrize("engine", [Ghost, PerExample])

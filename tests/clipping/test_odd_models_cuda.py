@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from tests.clipping.odd_models import APART, MIXING, Odd, data
-from tests.clipping.test_row_check import Ordered, Slots, by_sorted, by_transposed, tokens, vectors
+from tests.clipping.test_row_check import Ordered, by_sorted, by_transposed, tokens
 from tests.clipping.twin import flat
 from torch import Tensor, nn
 
@@ -24,6 +24,9 @@ from noshuffle.training import privatize
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="there is no GPU here")
 CLIP = 0.2
 RANDOM = ("dropout", "noise", "mixup inside")
+#: What only extreme rows and ignored labels show, which a GPU is not shown.
+HIDDEN = ("early exit by the last", "mean over kept labels", "mean over labelled examples")
+SHOWN = [odd for odd in (*MIXING, *APART) if odd.name not in HIDDEN]
 Batch = tuple[Tensor, ...]
 
 
@@ -42,7 +45,7 @@ def assert_bounded(engine: Ghost, model: nn.Module, loss: Callable[..., Tensor],
         assert float((got - flat(run(rest).values)).norm()) <= CLIP * 1.0001
 
 
-@pytest.mark.parametrize("odd", [*MIXING, *APART], ids=str)
+@pytest.mark.parametrize("odd", SHOWN, ids=str)
 def test_one_example_moves_a_sum_by_its_clip_norm(odd: Odd) -> None:
     torch.manual_seed(0)
     batches = [on_gpu(data(odd, seed)) for seed in (0, 1)]
@@ -62,16 +65,6 @@ def test_examples_in_the_order_of_their_lengths(order) -> None:
     first, second = on_gpu(tokens(50, is_full=True)), on_gpu(tokens(51))
     with torch.device("cuda"):
         model, engine = Ordered(order).double(), Ghost()
-        for batch in (first, second):
-            assert_bounded(engine, model, F.cross_entropy, batch)
-    assert engine.fallbacks
-
-
-def test_places_of_experts_by_a_running_count() -> None:
-    torch.manual_seed(0)
-    first, second = on_gpu(vectors(3, is_one=True)), on_gpu(vectors(4))
-    with torch.device("cuda"):
-        model, engine = Slots().double(), Ghost()
         for batch in (first, second):
             assert_bounded(engine, model, F.cross_entropy, batch)
     assert engine.fallbacks

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from torch.nn.utils import parametrizations, parametrize
 from torch.utils.checkpoint import checkpoint
 
-from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample, ghost
+from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
 
 OUTSIDE = {
     "tanh": lambda m, x: m.a(x) + torch.tanh(x @ m.a.weight.mT),
@@ -125,35 +125,6 @@ class Sometimes(nn.Sequential):
             out = out + far * F.linear(x, weight)
         found: Tensor = self[1](torch.tanh(out))
         return found
-
-
-@pytest.mark.parametrize("has_other", [False, True])
-def test_a_use_that_only_some_batches_have_is_found(has_other: bool) -> None:
-    """By the size of the graph in the first of them, by a look where that is the same."""
-    model, engine = Sometimes(torch.ones(4, 4, requires_grad=True) if has_other else None), Ghost()
-    x, y = rows(far=0.5)
-    engine.clipped_sum(model, nn.MSELoss(), (x, 5 * y), clip=Flat(1.0))
-    assert not engine.fallbacks
-    x[::2, 0] = 4.0
-    if has_other:
-        engine.clipped_sum(model, nn.MSELoss(), (x, 5 * y), clip=Flat(1.0))
-        assert not engine.fallbacks
-        engine.look_soon()
-    found = engine.clipped_sum(model, nn.MSELoss(), (x, 5 * y), clip=Flat(1.0)).values
-    assert "outside its own layer" in engine.fallbacks[0]
-    due = PerExample().clipped_sum(model, nn.MSELoss(), (x, 5 * y), clip=Flat(1.0)).values
-    for name, value in due.items():
-        torch.testing.assert_close(found[name], value)
-
-
-def test_graphs_of_the_same_size_are_asked_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[int] = []
-    monkeypatch.setattr(ghost, "used_inside", lambda *_: asked.append(1))
-    model, engine = Sometimes(None), Ghost()
-    x, y = rows(far=0.5)
-    for _ in range(4):
-        engine.clipped_sum(model, nn.MSELoss(), (x, y), clip=Flat(1.0))
-    assert len(asked) == 1
 
 
 def test_one_in_the_loss_is_found() -> None:

@@ -1,7 +1,6 @@
 """Models that hand their layers rows of other examples than the place says, unknown to torch."""
 
 import math
-from functools import partial
 
 import numpy as np
 import pytest
@@ -130,26 +129,6 @@ def test_an_ordinary_row_without_a_gradient_hides_nothing():
         assert any(PLACES in note for note in engine.fallbacks), seed
 
 
-@pytest.mark.parametrize("is_quick", [True, False])
-def test_rows_that_leave_their_places_later_are_found_by_a_look(monkeypatch, is_quick):
-    """Neither the first batch nor an example below zero goes to the second expert."""
-    monkeypatch.setattr("noshuffle.clipping.later_looks.two_of", lambda _: torch.tensor([2, 3]))
-    torch.manual_seed(0)
-    model, engine = Slots(below=-1.0).double(), Ghost()
-    run = partial(engine.clipped_sum, model, F.cross_entropy, clip=Flat(0.1))
-    x, y = vectors(4, is_one=True)
-    run((x + 2.0 * (torch.arange(8) == 0), y))
-    assert not engine.fallbacks
-    (known,) = engine._known[model].values()
-    known.looks.due = known.looks.calls + 1
-    if not is_quick:
-        known.looks.full = known.looks.due
-    with pytest.warns(RuntimeWarning, match="NOT PRIVATE"):
-        run(vectors(5))
-    assert any(PLACES in note for note in engine.fallbacks)
-    assert_like_the_twin(engine, model, vectors(6))
-
-
 class Honest(nn.Module):
     """Dropout, time first, an index shared by all: every row is that of its example."""
 
@@ -167,6 +146,5 @@ def test_rows_in_their_places_stay():
     torch.manual_seed(0)
     model, engine = Honest(), Ghost()
     for seed in range(20):
-        engine.look_soon()
         engine.clipped_sum(model, F.cross_entropy, tokens(seed), clip=Flat(0.1))
     assert not engine.fallbacks

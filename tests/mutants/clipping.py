@@ -180,14 +180,6 @@ CLIPPING = (
         "mixing",
     ),
     Mutant(
-        "a model on a GPU is not asked beside rows that only a CPU is shown",
-        "clipping/host_trial.py",
-        "if not is_asked(model, batch):",
-        "if True:",
-        ("tests/clipping/test_host_trial.py",),
-        "mixing",
-    ),
-    Mutant(
         "what a norm was taken of may change before the sum",
         "clipping/ghost_forms.py",
         "if stamp(t) != then:",

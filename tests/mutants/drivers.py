@@ -126,14 +126,6 @@ DRIVERS = (
         "P3",
     ),
     Mutant(
-        "captured steps never look for examples that mix",
-        "training/compiled/programs.py",
-        "if self._calls >= self._due and not self._is_apart(loss_fn, batch):",
-        "if False:",
-        ("tests/training/compiled/test_step.py",),
-        "P8",
-    ),
-    Mutant(
         "simulated clients share one model",
         "federated/own_copy.py",
         "self._make(dict(self._shared))",

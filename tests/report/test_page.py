@@ -67,7 +67,7 @@ def test_misses_follow_from_the_statement_not_from_the_whole_plan(run: RunRecord
 
 
 def test_a_page_of_a_run_that_is_not_private_promises_nothing(run: RunRecord) -> None:
-    said = {**run.statement, "assumptions": ["NOT PRIVATE: examples mixed.", "Another."]}
+    said = {**run.statement, "assumptions": ["NOT PRIVATE: there is no noise.", "Another."]}
     text = page(replace(run, statement=said))
     assert "none of this holds" in text
     for promise in (

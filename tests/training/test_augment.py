@@ -17,7 +17,6 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.release.release import Release
-from noshuffle.release.verify import verify
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
 from noshuffle.training.augment import Augment, mean_over_copies
@@ -154,26 +153,6 @@ def test_a_transform_that_mixes_rows_is_refused(mix: str) -> None:
     run.step(LOSS, x[:1], y[:1], ids=[0])
     run.step(LOSS, x[1:], y[1:], ids=[1, 2, 3])
     assert torch.equal(before, torch.get_rng_state())
-
-
-def test_a_transform_that_begins_to_mix_makes_the_run_not_private(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Looks after the first one come at random; here at the second of two calls."""
-    monkeypatch.setattr("noshuffle.training.augment.next_quick", lambda calls, rarely: calls + 2)
-    x, y = data()
-    late = {"mixes": False}
-    ways = Augment(copies=2, transform=lambda x: x - x.mean() if late["mixes"] else x * 1.5)
-    run = private(augment=ways, run=tmp_path / "run")
-    run.step(LOSS, x[:2], y[:2], ids=[0, 1])
-    late["mixes"] = True
-    run.step(LOSS, x[2:], y[2:], ids=[2, 3])
-    with pytest.raises(InvalidInput, match="every row alone"):
-        run.step(LOSS, x[:2], y[:2], ids=[0, 1])
-    found = run.ledger.mixing()
-    assert [(look["since"], look["step"]) for look in found] == [(0, 2)]
-    run.close()
-    assert "every row alone" in str(verify(tmp_path / "run").not_private)
 
 
 def test_a_transform_may_refuse_extreme_rows() -> None:

@@ -1,4 +1,4 @@
-"""How much a first step holds at once: the trial of a model, and its first full look."""
+"""How much a first step holds at once: the trial of a model on two rows and on all."""
 
 import weakref
 from collections.abc import Callable

@@ -40,10 +40,10 @@ def verify(asked: VerifySettings, output: Output) -> int:
     """Recompute the guarantee of a run from its folder.
 
     PROVED (exit status 0): all that the folder can show was recomputed. CONSISTENT (3): nothing
-    contradicts it; what could not be checked is named. NOT PRIVATE (4): test seed, no noise,
-    examples that mixed. REFUTED (1): a row or a file contradicts the statement. Exit status 2:
-    plan, statement or ledger could not be read, the folder is no run, or none has begun in it:
-    nothing is known of the guarantee.
+    contradicts it; what could not be checked is named. NOT PRIVATE (4): test seed, no noise.
+    REFUTED (1): a row or a file contradicts the statement. Exit status 2: plan, statement or
+    ledger could not be read, the folder is no run, or none has begun in it: nothing is known of
+    the guarantee.
     """
     from noshuffle.release.verify import verify as check
 

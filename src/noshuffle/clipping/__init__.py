@@ -12,8 +12,7 @@ microbatches  fast, lean, or what fits                  rowwise   many gradients
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
 captured    what a loss takes from around it            batch_check  are all of a batch apart?
-looks       when a model is looked at again             later_looks  what is asked then
-look_runs   runs of a look, under the same draws        batch_gradients  and on the way back?
+trial_runs  runs of a trial, under the same draws       batch_gradients  and on the way back?
 row_check   is row b of every layer example b?  outside_use  weights used around their layers
 rule_trial  all that is asked of rules at first  tolerance  for rounding of squared norms
 """

@@ -25,22 +25,22 @@ from torch import Tensor, nn
 from noshuffle.clipping.batch_gradients import adds_up, same_beside, same_by_few
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.conv_parts import backward_in_parts
-from noshuffle.clipping.isolation_check import alone_still
+from noshuffle.clipping.isolation_check import losses_alone
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
-from noshuffle.clipping.look_runs import (
+from noshuffle.clipping.objective import Batch, Loss, batch_size, take
+from noshuffle.clipping.rule_check import length
+from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.clipping.tape import GradientTape, rewritten
+from noshuffle.clipping.trial_rows import filled, finite_rows, lengths, of_rounded, usual
+from noshuffle.clipping.trial_runs import (
     FIXED,
-    LookRuns,
+    TrialRuns,
+    convolves_by_tf32,
     finite_gradients,
     is_low,
     loss_tolerance,
     new_seed,
 )
-from noshuffle.clipping.objective import Batch, Loss, batch_size, take
-from noshuffle.clipping.products import roundoff
-from noshuffle.clipping.rule_check import length
-from noshuffle.clipping.statefulness import put_back_after
-from noshuffle.clipping.tape import GradientTape, rewritten
-from noshuffle.clipping.trial_rows import filled, finite_rows, lengths, of_rounded, usual
 
 #: So many examples of a batch keep their place while the others are exchanged.
 FEW_ROWS = 6
@@ -54,23 +54,21 @@ def still_apart(
     batch: Batch,
     *,
     has_gradients: bool = True,
-    is_first: bool = False,
-    seed: int | None = None,
 ) -> None:
-    """The full look: raise Mixes if examples of this batch depend on the others, NotNow if none can
-    be asked; the model is as before. `is_first`: two examples have just been tried. `seed`: of all
-    random numbers that are compared, drawn from the operating system by default.
+    """Raise Mixes if examples of this batch depend on the others, NotNow if none can be asked; the
+    model is as before. Without gradients two examples are tried, too (`isolation_check.tried` has
+    done so with them). The seed of all random numbers is drawn from the operating system.
 
     A model may change from run to run by itself (a factor that grows): what is found is asked once
     more with every run from the same state.
     """
-    own = new_seed() if seed is None else seed
+    seed = new_seed()
 
     def ask(*, restores: bool) -> None:
-        if not is_first:
-            alone_still(model, loss_fn, batch, seed=own, restores=restores)
+        if not has_gradients:
+            losses_alone(model, loss_fn, batch, seed=seed, restores=restores)
         how = {"has_gradients": has_gradients, "restores": restores}
-        apart_in(model, loss_fn, batch, seed=own, **how)
+        apart_in(model, loss_fn, batch, seed=seed, **how)
 
     with put_back_after(model, has_trained=has_gradients):
         try:
@@ -102,7 +100,7 @@ def apart_in(
     """
     rows = finite_rows(batch, *range(batch_size(batch)))
     params = list(trainable(model).values()) if has_gradients else []
-    run = LookRuns(model, loss_fn, params, seed=seed, restores=restores)
+    run = TrialRuns(model, loss_fn, params, seed=seed, restores=restores)
     while batch_size(rows) > 1:
         try:
             asks = torch.enable_grad() if params else nullcontext()  # the loop may be under no_grad
@@ -122,7 +120,7 @@ def apart_in(
     raise NotNow("a batch of one example")
 
 
-def _apart(run: LookRuns, rows: Batch) -> bool:
+def _apart(run: TrialRuns, rows: Batch) -> bool:
     """Raise if examples of these rows depend on the others; whether all gradients could be asked.
 
     One example may hide those of all: where its own would be infinite, 0·∞ is added to each.
@@ -133,11 +131,12 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
     if not len(kept):
         raise NotNow("no loss of the examples that were chosen is finite")
     own = losses[kept]
-    low = is_low(run.model, own) or roundoff(next(run.model.parameters())) > 0.0
+    low = is_low(run.model, own)
     grads = run.gradient(own)
     is_asked = math.isfinite(length(grads))
     own, losses = own.detach(), losses.detach()  # what a graph keeps is let go of: one at a time
-    _by_number(run, rows, losses, kept, grads, low=low)
+    is_coarse = low or convolves_by_tf32(run.model)
+    _by_number(run, rows, losses, kept, grads, low=is_coarse)
     for other in others:
         index = torch.full((len(losses),), other, device="cpu")
         index[kept] = kept
@@ -151,7 +150,7 @@ def _apart(run: LookRuns, rows: Batch) -> bool:
 
 
 def _by_number(
-    run: LookRuns,
+    run: TrialRuns,
     rows: Batch,
     losses: Tensor,
     kept: Tensor,
@@ -187,7 +186,7 @@ def _by_number(
 
 
 def _among_themselves(
-    run: LookRuns, rows: Batch, losses: Tensor, picks: Tensor, *, seed: int, low: bool
+    run: TrialRuns, rows: Batch, losses: Tensor, picks: Tensor, *, seed: int, low: bool
 ) -> None:
     """Raise unless the examples that were picked have their losses without the others."""
     few = take(rows, picks)
@@ -223,7 +222,7 @@ def _same(own: Tensor, there: Tensor, *, low: bool, room: float | Tensor = 0.0) 
 
 
 def _stays(
-    run: LookRuns,
+    run: TrialRuns,
     rows: Batch,
     kept: Tensor,
     own: Tensor,
@@ -234,23 +233,3 @@ def _stays(
     """Whether losses that differ are the same from run to run, and firm against rounding."""
     room = (of_rounded(run, rows)[kept] - own).detach().abs().double()
     return _same(own, run(rows)[kept], low=low) and not _same(own, there, low=low, room=4.0 * room)
-
-
-def two_of(batch: Batch) -> Tensor:
-    """Two examples of a batch, drawn from all."""
-    size = batch_size(batch)
-    first = secrets.randbelow(size)
-    return torch.tensor([first, (first + 1 + secrets.randbelow(size - 1)) % size], device="cpu")
-
-
-def alike(model: nn.Module, loss_fn: Loss, batch: Batch, losses: Tensor, picks: Tensor) -> bool:
-    """Whether some examples have the `losses` among themselves that they had in the batch.
-
-    A model that draws random numbers is not alike: the same example has other masks there.
-    """
-    tape = GradientTape(2, is_on=False)
-    with as_written(model), rewritten(model, tape):
-        alone = LookRuns(model, loss_fn, seed=new_seed())(take(batch, picks))
-    among = losses.detach()[picks.to(losses.device)]
-    fine = alone.isfinite()  # where examples stay apart, one that is not finite is that anywhere
-    return _same(alone[fine], among[fine], low=is_low(model, alone))

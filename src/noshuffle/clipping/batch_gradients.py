@@ -18,14 +18,14 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping.layers import Mixes
-from noshuffle.clipping.look_runs import LookRuns
 from noshuffle.clipping.objective import Batch, take
 from noshuffle.clipping.rule_check import joined, length
 from noshuffle.clipping.trial_rows import of_rounded
+from noshuffle.clipping.trial_runs import TrialRuns
 
 
 def same_by_few(
-    run: LookRuns,
+    run: TrialRuns,
     rows: Batch,
     kept: Tensor,
     grads: Sequence[Tensor | None],
@@ -48,7 +48,7 @@ def same_by_few(
 
 
 def adds_up(
-    run: LookRuns,
+    run: TrialRuns,
     rows: Batch,
     losses: Tensor,
     kept: Tensor,
@@ -81,7 +81,7 @@ def adds_up(
 
 
 def same_beside(
-    run: LookRuns,
+    run: TrialRuns,
     rows: Batch,
     kept: Tensor,
     grads: Sequence[Tensor | None],

@@ -4,8 +4,8 @@
 
 In full single precision cuDNN takes algorithms for these that need ten times the room of what they
 read: 1.3 GiB for 0.13 GiB of gradients of a residual net, more than a step that takes norms and
-sums by kernels of its own. A look that runs a model as it is written would then set the most memory
-of a run. Layers run this way while a block lasts, on a GPU, without TF32 and half precision, for
+sums by kernels of its own. A trial of a model as it is written would then set the most memory of a
+run. Layers run this way while a block lasts, on a GPU, without TF32 and half precision, for
 which cuDNN has better algorithms. No state.
 
 >>> layer, x = nn.Conv2d(2, 3, 3), torch.randn(4, 2, 5, 5)

@@ -6,8 +6,8 @@
 
 (book-keeping: Bu, Wang, Zha, Karypis 2023.) Layers without a rule have their own gradients written
 out. A model is tried on two examples against plain autograd, once per kind of input; one that fails
-goes to `PerExample` as a whole. `fallbacks` and `why` say so. That examples do not mix is looked at
-again at calls that nobody knows before (`looks`), and `listeners` are told.
+goes to `PerExample` as a whole. `fallbacks` and `why` say so. Only the first batch of a kind is
+tried.
 
 State: what was found out about each model, and the log `fallbacks`; nothing in the model.
 
@@ -34,17 +34,7 @@ from torch import Tensor, nn
 from noshuffle.clipping import check
 from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.later_looks import LaterLooks, mixes_at
-from noshuffle.clipping.layers import (
-    ExampleAxes,
-    Layers,
-    Mixes,
-    NotByLayer,
-    NotNow,
-    read,
-)
-from noshuffle.clipping.look_runs import FIXED, with_same_rng
-from noshuffle.clipping.looks import Listeners, Look, kind_of
+from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, read
 from noshuffle.clipping.microbatches import MODES, Chosen, choose_parts, in_parts
 from noshuffle.clipping.objective import (
     Batch,
@@ -56,22 +46,19 @@ from noshuffle.clipping.objective import (
     shape_of,
     take,
 )
-from noshuffle.clipping.outside_use import used_inside
 from noshuffle.clipping.per_example import REDUCTIONS, PerExample, empty_sum
-from noshuffle.clipping.products import exactly
-from noshuffle.clipping.row_check import FormsFn
-from noshuffle.clipping.rule_trial import by_rules, readings
+from noshuffle.clipping.products import exactly, full_precision
+from noshuffle.clipping.rule_trial import batch_tried, readings
 from noshuffle.clipping.snapshot import Snapshot
 from noshuffle.clipping.statefulness import Findings, put_back_after
 from noshuffle.clipping.tape import Route, RouteIncomplete
+from noshuffle.clipping.trial_runs import with_same_rng
 from noshuffle.clipping.units import WHOLE, SumPart, by_unit, finish, members
 from noshuffle.errors import one_of
 from noshuffle.triton_shim import is_capturing
 
 #: How many states of one model (modes, layers added) are remembered.
 SHOTS = 16
-#: Numbers of nodes of a model's graph that are asked for weights used outside their layers.
-GRAPHS = 64
 
 
 @dataclass
@@ -85,14 +72,6 @@ class _Known:
     parts: dict[tuple[int, int], Chosen] = field(default_factory=dict)
     whole: tuple[int, int] = (0, 0)  # size and entries of the last batch that a CPU took at once
     route: Route = field(default_factory=Route)
-    graphs: set[int] = field(default_factory=set)  # numbers of nodes of those that were asked
-    looks: LaterLooks = field(default_factory=LaterLooks)
-
-    def forms_of(self, model: nn.Module, loss_fn: Loss) -> FormsFn:
-        """The forms of any rows by these rules."""
-        assert self.layers is not None
-        assert self.layout is not None
-        return by_rules(model, loss_fn, self.layers, self.layout)
 
 
 @dataclass
@@ -109,10 +88,7 @@ class Ghost:
         self._known: WeakKeyDictionary[nn.Module, dict[Any, _Known]] = WeakKeyDictionary()
         self._shots: WeakKeyDictionary[nn.Module, list[Snapshot]] = WeakKeyDictionary()
         self._reason = self.why
-        self.listeners = Listeners()
-        self._written_out = PerExample(
-            self.microbatch, fallbacks=self.fallbacks, listeners=self.listeners
-        )
+        self._written_out = PerExample(self.microbatch, fallbacks=self.fallbacks)
 
     def clipped_sum(
         self,
@@ -131,7 +107,7 @@ class Ghost:
         if isinstance(model, nn.Module) and "_orig_mod" in model._modules:
             model = check.original(model)
             self._written_out.say(check.UNCOMPILED)
-        shot = self._look(model)
+        shot = self._snapshot(model)
         batch = cuttable(batch)
         shape = shape_of(batch)
         if shape.size == 0:
@@ -184,8 +160,6 @@ class Ghost:
                     forms, losses = ghost_forms(model, loss_fn, rows, **options, route=known.route)
                 except RouteIncomplete:
                     forms, losses = ghost_forms(model, loss_fn, rows, **options)
-            if known.route.nodes not in known.graphs:
-                unasked[known.route.nodes] = rows
             who = members(units, weights, size=len(losses), device=device)
             with exactly(device):  # what is written out or added up here is not rounded
                 for name, own in forms.items():
@@ -193,24 +167,11 @@ class Ghost:
                         forms[name] = by_unit(own, who, reduce=reduce)
                 return finish(forms, shot.like, losses, who, clip=clip, part=part)
 
-        def look(*seen: Tensor | None) -> None:
-            forms_of, engine = known.forms_of(model, loss_fn), self._written_out
-            known.looks.look(
-                model, loss_fn, batch, *seen, layers=layers, forms_of=forms_of, engine=engine
-            )
-
         def small(count: int) -> None:
             with with_same_rng(model):
                 one(take(batch, slice(count)), None, None)
-            unasked.clear()
 
-        unasked: dict[int, Batch] = {}
-        device, findings, looks = shot.device, known.findings, known.looks
-        is_due = looks.calls >= looks.due or shape.size not in looks.sizes
-        is_due = is_due and shape.size > 1 and not is_capturing(device)
-        if is_due and looks.is_at_batch(shape.size):
-            look()  # before there is a sum, which takes memory and is not asked
-            is_due = False
+        device, findings = shot.device, known.findings
         trial = partial(put_back_after, model)
         kind, chosen = (shape.size, shape.entries), None
         if known.whole != kind:
@@ -226,31 +187,15 @@ class Ghost:
         may_repeat = not findings.may_change
         with watch:
             if chosen is None:
-                found = one(batch, units, weights)
-            else:
-                found = in_parts(
-                    one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
-                )
-        if unasked and not is_capturing(device):
-            self._ask_graphs(model, loss_fn, unasked, known)
-        if is_due:
-            look(found.losses, found.norms if units is None and weights is None else None)
-        return found
-
-    def _ask_graphs(
-        self, model: nn.Module, loss_fn: Loss, batches: dict[int, Batch], known: _Known
-    ) -> None:
-        """Raise NotByLayer if a weight is used outside its layer in a graph of another size."""
-        assert known.layers is not None
-        for nodes, rows in batches.items():
-            if len(known.graphs) < GRAPHS:
-                known.graphs.add(nodes)
-                used_inside(model, loss_fn, rows, known.layers)
+                return one(batch, units, weights)
+            return in_parts(
+                one, batch, units, weights, chosen=chosen, device=device, may_repeat=may_repeat
+            )
 
     def _tell(self, words: str) -> None:
         self.why = f"{self._reason}; {words}"
 
-    def _look(self, model: nn.Module) -> Snapshot:
+    def _snapshot(self, model: nn.Module) -> Snapshot:
         """The model as it is now; raises if it couples examples."""
         shots = self._shots.setdefault(model, [])
         for shot in shots:
@@ -281,30 +226,23 @@ class Ghost:
         key = (shape.kinds, shot, (type(loss_fn), False) if is_module else identity_of(loss_fn))
         seen = self._known.setdefault(model, {})
         if key in seen:
-            known = seen[key]
-            known.looks.calls += 1
-            return known
+            return seen[key]
         if shape.size == 1:  # one example cannot show whether examples mix
             return _Known()
         in_batches = is_rowwise(loss_fn)
         findings = self._written_out.check_state(model, loss_fn, batch, in_batches=in_batches)
-        kind = kind_of(model, *key[::2])
         try:
-            with put_back_after(model):
+            with put_back_after(model), full_precision():
                 known = self._find_out(model, loss_fn, batch)
         except NotNow as reason:
             self._written_out.say(f"one batch written out per example: {reason}")
             return _Known()
         except NotByLayer as reason:
             self._write_out(known := _Known(), reason)
-            if isinstance(reason, Mixes) and mixes_at(
-                shape.size, model, loss_fn, batch, seed=FIXED[0]
-            ):
-                self.listeners.tell(model, Look(kind, str(reason)))
         except RuntimeError as error:
             check.refuse_reentrant(error)
             raise
-        known.findings, known.looks.kind = findings, kind
+        known.findings = findings
         seen[key] = known
         return known
 
@@ -313,37 +251,13 @@ class Ghost:
         known.layers, known.reason = None, str(reason)
         self._written_out.say(f"whole model written out per example: {reason}")
 
-    def is_apart(self, model: nn.Module, loss_fn: Loss, batch: Batch, *, calls: int) -> bool:
-        """The same look, at so many calls of a step that does not come by here: a captured one."""
-        known = self._try(model, loss_fn, batch, self._look(model))
-        if known.layers is None:
-            return True  # it is written out anyway
-        known.looks.calls = known.looks.full = calls
-        try:
-            forms_of = known.forms_of(model, loss_fn)
-            known.looks.look(
-                model, loss_fn, batch, layers=known.layers, forms_of=forms_of,
-                engine=self._written_out,
-            )  # fmt: skip
-        except NotByLayer as reason:
-            self._write_out(known, reason)
-        return known.layers is not None
-
-    def look_soon(self) -> None:
-        """Have every model looked at in its next call."""
-        for seen in self._known.values():
-            for known in seen.values():
-                known.looks.full = known.looks.due = known.looks.calls
-
     def _find_out(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> _Known:
         """What a trial of the layer rules says; raises NotByLayer where they do not hold."""
         if not is_rowwise(loss_fn):
             raise NotByLayer("a ModelLoss without by_row=True is one number for one example")
         if check.is_compiled(model):
             self._written_out.say(check.UNCOMPILED)
-        layers, layout, allowed = readings(model, loss_fn, batch)
-        if allowed not in self._reason:
-            self._reason, self.why = f"{self._reason}; {allowed}", f"{self.why}; {allowed}"
+        layers, layout = readings(model, loss_fn, batch)
         for name, layer in layers.unruled_layers.items():
             which = f"layer {name!r} ({type(layer).__name__})"
             if name in layers.split:
@@ -351,6 +265,7 @@ class Ghost:
                 self._written_out.say(f"{which} has no rule: its {own} written out per example")
             else:
                 self._written_out.say(f"{which} has no rule: written out per example")
+        batch_tried(model, loss_fn, batch, layers, layout)
         return _Known(layers, layout)
 
 

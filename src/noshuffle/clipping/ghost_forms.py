@@ -8,7 +8,7 @@ Nothing of size batch × model is written out, but for layers without a rule. `g
 the model beforehand (`layers`, layout, route) and checks it. State: what a route learns.
 
 >>> from noshuffle.clipping.layers import find_layout, read
->>> from noshuffle.clipping.look_runs import probe
+>>> from noshuffle.clipping.trial_runs import probe
 >>> model, batch = nn.Linear(2, 3), (torch.randn(5, 2), torch.randint(3, (5,)))
 >>> layers = read(model)
 >>> layout = find_layout(model, layers, probe(model, nn.CrossEntropyLoss(), batch))
@@ -244,9 +244,7 @@ def ghost_forms(
     repeats = torch.backends.cudnn.deterministic
     back = inputs_by_convolution(layers.ruled.values()) if repeats else nullcontext()
     with torch.enable_grad(), write, watch, cast, turn, lay, pool, back:
-        began = torch.autograd._get_sequence_nr()  # type: ignore[attr-defined]
         losses = batch_losses(model, loss_fn, batch, size=size)
-        tape.route.nodes = torch.autograd._get_sequence_nr() - began  # type: ignore[attr-defined]
         if not losses.requires_grad:
             must_depend(losses)
         run.check_calls()

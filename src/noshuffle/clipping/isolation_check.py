@@ -4,11 +4,10 @@ Two facts are checked on real rows of the first batch, under the same random num
 
     alone     the loss of each and its gradient are the same whoever stands beside it, and the loss
               also with a third example in the batch, with up to twelve, and beside an extreme one
-              (10⁴ times as large, infinite, NaN: on a CPU) or one that was cut short (zeros in the
-              place of its second half; labels −100, −1: on a CPU, which models on a GPU are lent to
-              by `host_trial`); the gradient of both losses is
-              the sum of the gradients, however large one of them is, and that of the first is the
-              same with a third example in the batch
+              (10⁴ times as large, infinite, NaN: on a CPU alone) or one that was cut short (zeros
+              in the place of its second half; labels −100, −1: on a CPU alone); the gradient of
+              both losses is the sum of the gradients, however large one of them is, and that of the
+              first is the same with a third example in the batch
     exact     per parameter, the squared norms of both examples and the sum of their gradients
               equal those of plain autograd, also where one of them is 10⁴ times as large
 
@@ -34,17 +33,8 @@ from torch.utils._pytree import tree_map
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.layers import Mixes, NotByLayer, NotNow, without_gradient
-from noshuffle.clipping.look_runs import (
-    FIXED,
-    LookRuns,
-    finite_gradients,
-    gradient_of,
-    is_low,
-    loss_tolerance,
-    with_same_rng,
-)
 from noshuffle.clipping.objective import Batch, Loss, _is_vmap_limit, batch_losses, batch_size, take
-from noshuffle.clipping.products import HALF, roundoff
+from noshuffle.clipping.products import HALF
 from noshuffle.clipping.rule_check import by_autograd, inexact, joined, length
 from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import (
@@ -57,14 +47,22 @@ from noshuffle.clipping.trial_rows import (
     unlike_pair,
     usual,
 )
+from noshuffle.clipping.trial_runs import (
+    FIXED,
+    TrialRuns,
+    convolves_by_tf32,
+    finite_gradients,
+    gradient_of,
+    is_low,
+    loss_tolerance,
+    with_same_rng,
+)
 
 #: Examples that stand beside each other in the trial, at most; from sixteen on a CPU packs weights,
 #: which takes megabytes.
 TRIAL_ROWS = 12
 #: How code refuses numbers that it does not take.
 REFUSALS = (RuntimeError, ValueError, LookupError, ArithmeticError, AssertionError)
-#: What `tried` says of a model that passed by the allowance for TF32.
-LOOSE = "with TF32 a gradient moves by up to 0.5 % with its batch, as it does from run to run"
 
 
 def _alone(
@@ -75,14 +73,12 @@ def _alone(
     params: list[nn.Parameter],
     *,
     low: bool,
-) -> bool:
+) -> None:
     """Raise Mixes unless each example has the same loss and gradient beside its copy.
 
     Shapes are the same and so are the operations on each row: hardly a bit should differ. The
-    gradient shows what a gate that is still zero hides from the loss. Tells whether a gradient
-    moved by more than that and passed since it moves from run to run too.
+    gradient shows what a gate that is still zero hides from the loss.
     """
-    is_loose = False
     for i, own in enumerate(truth or ((), ())):
         with torch.enable_grad():
             again = run(take(pair, torch.tensor([i, i], device="cpu")))[i]
@@ -95,16 +91,14 @@ def _alone(
         moved = length(own, torch.autograd.grad(again, params, allow_unused=True))
         size = length(own)
         tolerance = (2e-2 if low else 1e-4) * size + 1e-12
-        if not moved <= tolerance and not low and roundoff(params[0]) > 0.0:
-            # Attention on a GPU adds up in any order, and TF32 makes that a matter of 1e-4.
+        if not moved <= tolerance and not low and losses.is_cuda:
+            # Attention and convolutions on a GPU may add up in any order.
             with torch.enable_grad():
                 same = run(pair)[i]
             gap = length(own, torch.autograd.grad(same, params, allow_unused=True))
             tolerance = max(tolerance, min(3.0 * gap, 5e-3 * size))
-            is_loose = True
         if not moved <= tolerance:
             raise Mixes("the gradient of an example changes with the other examples of its batch")
-    return is_loose
 
 
 def _beside(run: Callable[..., Tensor], pair: Batch, batch: Batch) -> Tensor:
@@ -137,15 +131,14 @@ def _counted(
     *,
     low: bool,
     params: Sequence[nn.Parameter] = (),
-    is_later: bool = False,
 ) -> None:
     """Raise Mixes if the loss of an example depends on how many there are (a batch mean), or
     its gradient by `params` (a function of one's own that divides by them on the way back).
 
-    `is_later`: the model was tried before; a loss that is all but cancelled may then move as far as
-    rounding of its inputs moves it. Masks differ with the number, so that random numbers are fixed.
+    A loss may move as far as rounding of its inputs moves it, which is far where it is all but
+    cancelled. Masks differ with the number, so that random numbers are fixed.
     """
-    fixed = partial(run, seed=FIXED[0])
+    fixed, is_coarse = partial(run, seed=FIXED[0]), low or convolves_by_tf32(model)
     with without_gradient(), ExitStack() as stack:
         two = fixed(pair)
         if not torch.equal(two, run(pair, seed=FIXED[1])):  # masks of dropout would differ
@@ -159,7 +152,7 @@ def _counted(
             fixed(take(pair, torch.tensor([0, 1, 1], device="cpu"))),
             _beside(fixed, pair, batch),
         )
-        moved = (of_rounded(fixed, pair) - two).abs() if is_later else torch.zeros_like(two)
+        moved = (of_rounded(fixed, pair) - two).abs()
         with torch.enable_grad():
             ran = (
                 fixed(take(pair, torch.tensor(i, device="cpu")))[:1]
@@ -169,7 +162,7 @@ def _counted(
     if grads and not length(*grads) <= 5e-2 * length(grads[0]) + 1e-12:
         raise Mixes("the gradient of an example changes with the number of examples")
     for a, room, *others in zip(two.tolist(), moved.tolist(), three.tolist(), more.tolist()):
-        if not all(abs(a - b) <= loss_tolerance(a, low=low) + room for b in others):
+        if not all(abs(a - b) <= loss_tolerance(a, low=is_coarse) + room for b in others):
             raise Mixes("the loss of an example changes with the number of examples")
 
 
@@ -234,11 +227,8 @@ def tried(
     loss_fn: Loss,
     batch: Batch,
     forms_of: Callable[[tuple[Any, ...]], dict[str, list[GradientForm]]],
-) -> str:
-    """Raise NotByLayer unless the rules agree with plain autograd on two examples.
-
-    Returns what had to be allowed for that, in words; mostly nothing.
-    """
+) -> None:
+    """Raise NotByLayer unless the rules agree with plain autograd on two examples."""
     few = first_rows(batch)
     few = take(few, usual(few))
     pair = unlike_pair(few)
@@ -264,7 +254,7 @@ def tried(
     read = [t for each in forms.values() for form in each for t in vars(form).values()]
     is_half = any(isinstance(t, Tensor) and t.dtype in HALF for t in (*read, *own_params))
     low = is_half or is_low(model, losses)  # forms may be wider than what autograd went through
-    is_loose = _alone(run, pair, losses, truth, own_params, low=low)
+    _alone(run, pair, losses, truth, own_params, low=low)
     # What mixes is said before what is not exact; gradients are let go of when they were read.
     wrong = inexact(params, forms, truth, low=low)
     del forms, read
@@ -283,7 +273,6 @@ def tried(
                 wrong = inexact(params, _read_forms(model, forms_of, far), truth, low=True)
         if wrong:
             raise NotByLayer(wrong)
-    return LOOSE if is_loose else ""
 
 
 def _is_finite(losses: Tensor, grads: Sequence[Sequence[Tensor | None]]) -> bool:
@@ -302,20 +291,20 @@ def _read_forms(
         raise NotByLayer(f"a layer without a rule does not run under vmap ({error})") from error
 
 
-def alone_still(
+def losses_alone(
     model: nn.Module, loss_fn: Loss, batch: Batch, *, seed: int, restores: bool = False
 ) -> None:
-    """Raise Mixes if examples have come to mix since the trial: its look at losses alone.
+    """Raise Mixes if two examples change the losses of each other: the trial without gradients.
 
     `restores`: every run begins with the model as it is now.
     """
-    pair, run = unlike_pair(batch), LookRuns(model, loss_fn, seed=seed, restores=restores)
+    pair, run = unlike_pair(batch), TrialRuns(model, loss_fn, seed=seed, restores=restores)
     with as_written(model), rewritten(model, GradientTape(2, is_on=False)):
         losses = run(pair)
         if not bool(torch.isfinite(losses).all()):
             raise NotNow("a loss of the two examples is not finite")
         low = is_low(model, losses)
         _alone(run, pair, losses, (), [], low=low)
-        _counted(model, run, pair, batch, low=low, is_later=True)
+        _counted(model, run, pair, batch, low=low)
         _beside_extremes(run, pair, losses, low=low)
         _beside_short(run, pair, low=low)

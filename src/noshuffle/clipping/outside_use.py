@@ -7,8 +7,8 @@ Numbers do not tell: where tanh is flat, or a gate is shut, the second path has 
 rows of the trial, and one in those behind them. The graph is the same for all rows of a batch.
 Every path from the losses to a weight must go through a result of a layer that owns it, and none
 may come in with what that layer is given. A path whose factor is the number 0 (`0.0 *
-weight.sum()`) is none. Batches whose graphs have another number of nodes are asked anew (a test of
-Python on the batch chose another way), and those of full looks. State: the calls of one run.
+weight.sum()`) is none. The first batch is asked as a whole, too: a test of Python on the batch may
+choose another way there. State: the calls of one run.
 
 >>> from noshuffle.clipping.layers import read
 >>> model, x = nn.Sequential(nn.Linear(2, 2), nn.Tanh()), torch.ones(3, 2)
@@ -33,9 +33,9 @@ from torch import Tensor, nn
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.layers import Layers, NotByLayer, tensors
-from noshuffle.clipping.look_runs import with_same_rng
 from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
 from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.clipping.trial_runs import with_same_rng
 
 Node = torch.autograd.graph.Node
 _OF_PYTHON = (torch.float64, torch.int64, torch.bool)

@@ -34,8 +34,6 @@ from noshuffle.clipping.factor import Clip, ClippedSum
 from noshuffle.clipping.forms import DenseGradient, GradientForm
 from noshuffle.clipping.isolation_check import REFUSALS
 from noshuffle.clipping.layers import NotNow
-from noshuffle.clipping.look_runs import with_same_rng
-from noshuffle.clipping.looks import Listeners, Look, kind_of, next_full
 from noshuffle.clipping.objective import (
     Batch,
     Loss,
@@ -63,6 +61,7 @@ from noshuffle.clipping.statefulness import (
 from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import GradientTape, rewritten, with_rewrite
 from noshuffle.clipping.trial_rows import EXTREMES, extremes, unlike_pair
+from noshuffle.clipping.trial_runs import with_same_rng
 from noshuffle.clipping.units import Members, SumPart, by_unit, finish, joined, members
 from noshuffle.errors import Unsupported, one_of, whole
 
@@ -144,13 +143,6 @@ class PerExample:
         default_factory=WeakKeyDictionary, repr=False
     )
 
-    #: Told where a model begins to keep something of its data.
-    listeners: Listeners = field(default_factory=Listeners, repr=False)
-    #: By model: calls, and that of the next look at what it keeps (`looks`).
-    _calls: WeakKeyDictionary[nn.Module, tuple[int, int]] = field(
-        default_factory=WeakKeyDictionary, repr=False
-    )
-
     def __post_init__(self) -> None:
         if self.microbatch is not None:
             whole(microbatch=self.microbatch)
@@ -177,7 +169,7 @@ class PerExample:
         if size == 0:
             return empty_sum(shot.like, clip=clip, device=shot.device)
         who = members(units, weights, size=size, device=shot.device)
-        findings = self._findings_now(model, loss_fn, batch)
+        findings = self.check_state(model, loss_fn, batch)
         with shot.watch.around(findings, partial(self.reconsider, model, loss_fn, batch)):
             return self._sum(model, loss_fn, batch, who, like=shot.like, clip=clip, reduce=reduce)
 
@@ -228,23 +220,6 @@ class PerExample:
                 raise
             self.say(f"one example at a time, since vmap gave up: {str(error).splitlines()[0]}")
             return one_at_a_time(model, loss_fn, batch)
-
-    def _findings_now(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> Findings:
-        """`check_state`, now and then again, and whoever listens is told."""
-        before, due = self._calls.get(model, (0, 1))
-        calls = before + 1
-        is_due = calls >= due
-        self._calls[model] = calls, next_full(calls) if is_due else due
-        if not is_due:
-            return self.check_state(model, loss_fn, batch)
-        kind = kind_of(model, "what it keeps")
-        try:
-            found = self.check_state(model, loss_fn, batch, is_again=calls > 1)
-        except Unsupported as reason:
-            self.listeners.tell(model, Look(kind, str(reason)))
-            raise
-        self.listeners.tell(model, Look(kind))
-        return found
 
     def check_state(
         self,

@@ -81,6 +81,32 @@ def exactly(device: torch.device) -> Iterator[None]:
 
 
 @contextmanager
+def full_precision() -> Iterator[None]:
+    """Matrix products of float32 keep all their bits inside the block: no TF32.
+
+    Convolutions keep their setting: it decides which kernels their layer rules go by.
+    """
+    if not rounds_products():
+        yield
+        return
+    matmul: Any = torch.backends.cuda.matmul
+    try:
+        before = torch.get_float32_matmul_precision()
+    except RuntimeError:  # set by its newer name
+        newer, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+        try:
+            yield
+        finally:
+            matmul.fp32_precision = newer
+        return
+    torch.set_float32_matmul_precision("highest")
+    try:
+        yield
+    finally:
+        torch.set_float32_matmul_precision(before)
+
+
+@contextmanager
 def repeatable() -> Iterator[None]:
     """Convolutions by algorithms that give the same bits every time."""
     cudnn = torch.backends.cudnn

@@ -33,7 +33,6 @@ from torch import Tensor, nn
 from noshuffle.clipping.forms import GradientForm, merge, squares
 from noshuffle.clipping.isolation_check import REFUSALS
 from noshuffle.clipping.layers import Mixes
-from noshuffle.clipping.look_runs import is_low, with_same_rng
 from noshuffle.clipping.objective import Batch, batch_size, take
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.statefulness import put_back_after
@@ -46,6 +45,7 @@ from noshuffle.clipping.trial_rows import (
     unlike_pair,
     usual,
 )
+from noshuffle.clipping.trial_runs import new_seed, with_same_rng
 
 #: The forms of some rows, from the gradient of all losses or of those of the examples asked for.
 FormsFn = Callable[..., dict[str, list[GradientForm]]]
@@ -60,8 +60,6 @@ _PLACE, _OTHERS = 1, [0, 2, 3]
 FAR = (-1.0, *filter(math.isfinite, EXTREMES))
 #: Pairs that are shown where gates may be shut, and rows in which such are looked for.
 PAIRS, _LOOKED = 4, 8
-#: How far a norm may differ without a look at the whole batch, and in half precision.
-ROUGHLY, LOW = 0.05, 0.25
 
 
 def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor, *, device: torch.device = CPU) -> None:
@@ -84,44 +82,38 @@ def in_place(forms_of: FormsFn, rows: Batch, asked: Tensor, *, device: torch.dev
         raise Mixes("a layer sees the rows of some examples in the place of others")
 
 
-def _one_of_its_kind(pair: Batch, *, only_far: bool) -> Iterator[Batch]:
+def _one_of_its_kind(pair: Batch) -> Iterator[Batch]:
     """The second of two rows, as it is, extreme or whole beside a short one, among three of the
     other. It stands at `_PLACE`: no order by what rows hold, and no turn of them, leaves it there.
     """
-    usual_ones = () if only_far else (pair, next(iter(cut_short(pair)))[1])
-    for rows in (*usual_ones, *extremes(pair, FAR)):
+    for rows in (pair, next(iter(cut_short(pair)))[1], *extremes(pair, FAR)):
         yield take(rows, torch.tensor([0, 1, 0, 0], device="cpu"))
 
 
-def pair_in_place(
-    model: nn.Module, forms_of: FormsFn, pair: Batch, *, only_far: bool = False
-) -> None:
+def pair_in_place(model: nn.Module, forms_of: FormsFn, pair: Batch) -> None:
     """Raise Mixes unless the second of two rows is seen in its place among others of the first.
 
     What orders rows by what they hold, and what lays them out by kind, from the front or from the
     back, moves one that is alone of its kind. The others are asked for as well: an extreme row may
     have no gradient (a gate that is shut), and where it has left its place another stands there.
     """
-    for rows in _one_of_its_kind(pair, only_far=only_far):
+    for rows in _one_of_its_kind(pair):
         for asked in ([_PLACE], _OTHERS):
             with suppress(*REFUSALS), with_same_rng(model):  # numbers that the model does not take
                 in_place(forms_of, rows, torch.tensor(asked, device="cpu"))
 
 
-def pairs_in_place(
-    model: nn.Module, forms_of: FormsFn, rows: Batch, *, only_far: bool = False
-) -> None:
+def pairs_in_place(model: nn.Module, forms_of: FormsFn, rows: Batch) -> None:
     """Raise Mixes unless rows are seen in their places in a pair of them, or in several.
 
     The gate of an ordinary row may be shut, too (a ReLU), so that nothing is seen of the layers
     behind it: where some rows have a gradient that others do not have, several are first.
-    `only_far`: rows that are not extreme were asked before.
     """
     size = batch_size(rows)
     is_gated = _is_gated(model, forms_of, take(rows, slice(_LOOKED)))
     for first in range(min(size, PAIRS) if is_gated else 1):
         turned = (torch.arange(size, device="cpu") + first) % size
-        pair_in_place(model, forms_of, unlike_pair(take(rows, turned)), only_far=only_far)
+        pair_in_place(model, forms_of, unlike_pair(take(rows, turned)))
 
 
 def _is_gated(model: nn.Module, forms_of: FormsFn, rows: Batch) -> bool:
@@ -132,17 +124,15 @@ def _is_gated(model: nn.Module, forms_of: FormsFn, rows: Batch) -> bool:
     return True
 
 
-def batch_in_place(
-    model: nn.Module, forms_of: FormsFn, batch: Batch, *, seed: int, halves: int = HALVES
-) -> None:
+def batch_in_place(model: nn.Module, forms_of: FormsFn, batch: Batch) -> None:
     """Raise Mixes unless the rows of a whole batch are in their places; the model is as before.
 
     A batch that does not fit the device a second time is halved until it does.
     """
     rows = finite_rows(batch, *range(batch_size(batch)))
     rows = filled(rows, usual(rows))
-    done = 0
-    while done < halves and (size := batch_size(rows)) > 1:
+    done, seed = 0, new_seed()
+    while done < HALVES and (size := batch_size(rows)) > 1:
         picks = sorted(range(size), key=lambda _: secrets.randbits(62))[: size // 2]
         device = next(model.parameters()).device
         try:
@@ -151,22 +141,3 @@ def batch_in_place(
             done += 1
         except torch.OutOfMemoryError:
             rows = take(rows, slice(size // 2))
-
-
-def has_norms(
-    model: nn.Module, forms_of: FormsFn, batch: Batch, norms: Tensor, picks: Tensor
-) -> bool:
-    """Whether some examples have the `norms` among themselves, roughly, that they had in the batch.
-
-    One that stood in the place of another had the norm of both, in part.
-    """
-    few = take(batch, picks)
-    with with_same_rng(model):
-        found = forms_of(few).values()
-        with exactly(norms.device):
-            alone = sum(squares(merge(forms)).double() for forms in found)
-    among = norms.double()[picks.to(norms.device)]
-    alone = torch.as_tensor(alone, device=among.device).sqrt().to(among)
-    fine = alone.isfinite() & among.isfinite()
-    share = LOW if is_low(model, norms) else ROUGHLY
-    return bool(((alone - among).abs() <= share * alone.clamp(min=1e-6))[fine].all())

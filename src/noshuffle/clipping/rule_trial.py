@@ -4,7 +4,7 @@
     graph     no path leads from the losses to a weight around its layer (`outside_use`)
     numbers   forms by rules against autograd, alone and together (`isolation_check`)
     places    row b of every layer belongs to example b (`row_check`)
-    extremes  the same with huge and ignored rows, on the CPU (`host_trial`)
+    batch     the same of the whole first batch (`batch_check`)
 
 Rules that fail are left out, first those inside of layers with parameters of their own, then those
 that go by a layer's name; where that does not help, the model is written out per example. No state.
@@ -12,27 +12,29 @@ that go by a layer's name; where that does not help, the model is written out pe
 
 from __future__ import annotations
 
+from contextlib import suppress
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import check
+from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.forms import GradientForm
 from noshuffle.clipping.ghost_forms import ghost_forms
-from noshuffle.clipping.host_trial import tried_on_host
 from noshuffle.clipping.isolation_check import tried
 from noshuffle.clipping.layers import ExampleAxes, Layers, NotByLayer, NotNow, find_layout, read
-from noshuffle.clipping.look_runs import probe, with_same_rng
 from noshuffle.clipping.objective import Batch, Loss, shape_of, take
-from noshuffle.clipping.outside_use import noted
-from noshuffle.clipping.row_check import FormsFn, pairs_in_place
+from noshuffle.clipping.outside_use import noted, used_inside
+from noshuffle.clipping.products import repeatable
+from noshuffle.clipping.row_check import FormsFn, batch_in_place, pairs_in_place
 from noshuffle.clipping.rule_check import names_fit
 from noshuffle.clipping.rules import find_rule
 from noshuffle.clipping.trial_rows import first_rows, usual
+from noshuffle.clipping.trial_runs import probe, with_same_rng
 
 
-def readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, ExampleAxes, str]:
+def readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, ExampleAxes]:
     """The first reading of the layers that a trial finds right: with more rules, then with fewer.
 
     Left out are rules inside a layer that has parameters of its own, then those by a layer's name.
@@ -45,17 +47,15 @@ def readings(model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Layers, Exa
         try:
             with with_same_rng(model):
                 names_fit(layers)
-            return layers, *_tried(model, loss_fn, batch, layers)
+            return layers, _tried(model, loss_fn, batch, layers)
         except NotByLayer as reason:
             if not fewer or isinstance(reason, NotNow):
                 raise
             layers = read(model, **fewer.pop(0))
 
 
-def _tried(
-    model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers
-) -> tuple[ExampleAxes, str]:
-    """The layout of a model whose rules were found to be right, and what was allowed for that."""
+def _tried(model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers) -> ExampleAxes:
+    """The layout of a model whose rules were found to be right."""
     with check.as_written(model):
         run = probe(model, loss_fn, batch)
         layout = find_layout(model, layers, run)
@@ -64,11 +64,21 @@ def _tried(
     layout = replace(layout, inner=shape_of(batch).inner)
 
     forms_of = by_rules(model, loss_fn, layers, layout)
-    allowed = tried(model, loss_fn, batch, forms_of)
+    tried(model, loss_fn, batch, forms_of)
     few = first_rows(batch)
     pairs_in_place(model, forms_of, take(few, usual(few)))
-    notes = (allowed, tried_on_host(model, loss_fn, batch, forms_of))
-    return layout, "; ".join(filter(None, notes))
+    return layout
+
+
+def batch_tried(
+    model: nn.Module, loss_fn: Loss, batch: Batch, layers: Layers, layout: ExampleAxes
+) -> None:
+    """Raise NotByLayer if examples of the whole batch mix, rows are not in their places, or a
+    weight is used outside its layer. A batch of which none can be asked passes."""
+    with suppress(NotNow), repeatable():  # as captured steps are, in what it needs, too
+        still_apart(model, loss_fn, batch)
+        batch_in_place(model, by_rules(model, loss_fn, layers, layout), batch)
+    used_inside(model, loss_fn, batch, layers)
 
 
 def by_rules(model: nn.Module, loss_fn: Loss, layers: Layers, layout: ExampleAxes) -> FormsFn:

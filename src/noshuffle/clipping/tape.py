@@ -46,13 +46,12 @@ class RouteIncomplete(Exception):
 
 @dataclass
 class Route:
-    """Which of `count` points autograd was asked for, in a run that reached them all; whether
-    layers were called under autocast; and how many nodes the graph of the last run had."""
+    """Which of `count` points autograd was asked for, in a run that reached them all; and
+    whether layers were called under autocast."""
 
     count: int = -1
     picks: tuple[int, ...] = ()
     is_cast: bool = True
-    nodes: int = 0
 
 
 class Site:

@@ -1,7 +1,6 @@
 """What a run draws on: the budget over all runs on the same data, as the door sees it.
 
     enter      before the first release: reserve what the whole run will cost, or be refused
-    expose     as soon as a look finds the run NOT PRIVATE: the budget says so, too
     leave      when a run is closed: it is charged for what its ledger shows
 
 The budget itself (`noshuffle.budget`) stands above all drivers; here are the things that they ask
@@ -24,7 +23,7 @@ from noshuffle.release.facts import void_notes
 from noshuffle.release.file_identity import identity, is_same
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.spending import COUNTS, Ancestor, spent
-from noshuffle.statement import PrivacyStatement, reasons
+from noshuffle.statement import PrivacyStatement
 
 if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
@@ -50,9 +49,6 @@ class Charge(Protocol):
         """Charge what was released instead of what was reserved; a statement that says NOT PRIVATE
         marks the run. `rows`: the steps on record.
         """
-
-    def mark_not_private(self, why: str) -> None:
-        """No ε holds for what this run released; durable."""
 
     def words(self) -> str:
         """Which run this is among those on the same data, and what they cost together."""
@@ -143,7 +139,6 @@ def enter(
         keeps_draws=plan.participation.keeps_draws,
     )
     ledger.bind("budget", charge.origin)
-    expose(charge, ledger)  # its last process may have ended between its ledger and the books
     ledger.note("budget", words=charge.words())
     return charge
 
@@ -170,12 +165,6 @@ def pays_for_itself(folder: RunFolder) -> bool:
         now, notes = identity(folder.ledger_file), evidence.notes("life")
         has_place = not {"budget", ASKED}.isdisjoint(evidence.bound())
     return has_place or not all(is_same(life, now) for life in notes)
-
-
-def expose(charge: Charge | None, ledger: Ledger) -> None:
-    """Have the budget say that a run is NOT PRIVATE, if its ledger does."""
-    if charge is not None and (why := reasons(void_notes(ledger.facts()))):
-        charge.mark_not_private(" ".join(why))
 
 
 def leave(

@@ -79,8 +79,7 @@ class Found:
             for kind in ("life", "budget")
         )
         counted = None if self.plan.participation.is_sampled else units
-        notes = (lives, budget, evidence.mixing())
-        self.facts = described(evidence.bound(), *notes, ends=ends, units=counted)
+        self.facts = described(evidence.bound(), lives, budget, ends=ends, units=counted)
 
 
 def chain(found: Found) -> Iterator[str]:

@@ -40,10 +40,6 @@ RELEASED_BY = ("clip", "batch_size", "noise_scale")
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
-MIXING = (
-    "NOT PRIVATE: examples changed each other in the model, found after they had been apart "
-    "({where}): what one example did in these steps may be more than the clip norm."
-)
 FINGERPRINTS_ONLY = (
     "Participation was checked by batch fingerprints only: that no unit sits in two different "
     "batches is the word of whoever built them."
@@ -53,7 +49,8 @@ IN_PARTS = (
     "whoever cut them; only parts that are the same as a whole were refused."
 )
 UNCHANGED_LOOP = (
-    "The loss of a batch is a mean (or sum) of terms that each depend on one example alone."
+    "In every step, the loss of a batch is a mean (or sum) of terms that each depend on one "
+    "example alone; this was not checked."
 )
 PUBLIC_ORDER = (
     "Which user takes part at which step is public: the participation was read off the order of "
@@ -220,8 +217,6 @@ _SENTENCES = (
 def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
     """The sentences that recorded facts add to a statement."""
     notes = [said for name, value, said in _SENTENCES if facts.get(name) == value]
-    if where := facts.get("mixing"):
-        notes.insert(0, MIXING.format(where=where))
     identity = facts.get(USER_IDENTITY)
     if identity is not None:
         notes.append(user_note(identity))

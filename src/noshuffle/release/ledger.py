@@ -69,8 +69,6 @@ class Ledger(LedgerFile):
         #: Whether a further pass over the same data began: batches without ids must be known then.
         self.is_read_again = False
         self._released = 0
-        # By kind of batch and size: when examples were last seen apart, by this object.
-        self._apart: dict[str, dict[int, int]] = {}
         self._since = (0, 0)  # participations and steps that the saved summary does not cover
         with self._reading():
             self._catch_up()
@@ -86,7 +84,7 @@ class Ledger(LedgerFile):
         ends = (0, self._released - 1) if self._released else ()
         times = [float(self._of_step("time", step)) for step in ends]
         units = None if self.participation.is_sampled else len(self._table)
-        notes = (self.notes("life"), self.notes("budget"), self.mixing())
+        notes = (self.notes("life"), self.notes("budget"))
         return described(self.bound(), *notes, ends=times, units=units)
 
     def admit(
@@ -265,32 +263,6 @@ class Ledger(LedgerFile):
     def _take_in(self, step: int, units: Ids) -> None:
         """The row of the next step is on the disk."""
         self._later, self._released = (step, units), step + 1
-
-    def look(self, kind: str, *, mixes: str = "", size: int = 0) -> bool:
-        """Write down what a look at the model found for one kind of batch; durable.
-
-        `mixes`: why examples are not apart, if they are not; `size`: of the batches that show it, 0
-        for all. That they are still apart is not written again, nor is the size of a secret draw.
-        Tells whether such batches were released since they were last seen apart.
-        """
-        step, seen = self._released, self._apart.setdefault(kind, {})
-        notes = [note for note in self.notes("look") if note["kind"] == kind]
-        is_secret, is_still = self.participation.is_sampled, not notes or not notes[-1]["mixes"]
-        apart = {note["size"] for note in notes if not note["mixes"]}
-        sizes = {*seen, *(() if is_secret and seen else apart)}
-        is_known = size in sizes or bool(sizes and not size) or bool(is_secret and 0 in sizes)
-        since = None
-        if not mixes:
-            seen[size] = step
-        elif is_known and is_still and notes:
-            since = max(seen.values(), default=notes[-1]["step"])
-        shown = 0 if is_secret else size
-        if (mixes and not is_still) or (not mixes and is_still and shown in apart):
-            return False
-        with self._writing():
-            body = {"kind": kind, "step": step, "mixes": mixes, "size": shown, "since": since}
-            self._append("look", body)
-        return since is not None
 
     def settle(self) -> None:
         """Tell the table of units what was recorded (once more, if interrupted: it counts once)."""

@@ -223,13 +223,11 @@ def described(
     facts: Mapping[str, str],
     lives: Sequence[Mapping[str, Any]],
     budget: Sequence[Mapping[str, Any]],
-    looks: Sequence[Mapping[str, Any]],
     *,
     ends: Sequence[float],
     units: int | None,
 ) -> dict[str, str | None]:
-    """Facts, and what follows from rows: times of the first and last step, number of units, and
-    where examples may have mixed."""
+    """Facts, and what follows from rows: times of the first and last step, number of units."""
     newest = lives[-1] if lives else {}
     has_units = facts.get("identified_by") == "ids" and units is not None
     return {
@@ -240,12 +238,7 @@ def described(
         "budget_words": budget[-1].get("words") if budget else None,
         **{name: repr(when) for name, when in zip(("first", "last"), ends)},
         "records": str(units) if has_units else facts.get("population"),
-        "mixing": "; ".join(map(_mixed, looks)) or None,
     }
-
-
-def _mixed(look: Mapping[str, Any]) -> str:
-    return f"steps {look['since']} to {look['step']}: {look['mixes']}"
 
 
 class LedgerTables:
@@ -296,10 +289,6 @@ class LedgerTables:
         """The link of every row, by its number."""
         both = "SELECT seq, link FROM steps UNION ALL SELECT seq, link FROM log"
         return {int(seq): bytes(link).hex() for seq, link in self.db.execute(both)}
-
-    def mixing(self) -> list[dict[str, Any]]:
-        """Looks at the model that found examples mixed where they had been apart before."""
-        return [look for look in self.notes("look") if look["since"] is not None]
 
     def late_digests(self) -> dict[int, bytes]:
         """Digests in the log, which came after the row of their step, by step."""

@@ -142,11 +142,6 @@ class RunState(OneOwner):
         if self.folder is not None:
             write_statement(self.folder, self.plan, self.ledger)
 
-    def tell_not_private(self) -> None:
-        """Statement and budget say what the ledger says since now; durable when this returns."""
-        self.write_statement()
-        account.expose(self.charge, self.ledger)
-
     def state_dict(self) -> dict[str, Any]:
         return {
             "step": self.step,

@@ -2,8 +2,7 @@
 
     PROVED        all that the folder can show was recomputed, and holds
     CONSISTENT    nothing contradicts the statement; what could not be checked is named, and why
-    NOT PRIVATE   the evidence holds together, and says so itself (test seed, no noise, examples
-                  that mixed)
+    NOT PRIVATE   the evidence holds together, and says so itself (test seed, no noise)
     REFUTED       something contradicts the statement: the row or the file is named
 
 >>> Verdict("runs/a", refuted=("step 3 lists a unit twice",)).answer

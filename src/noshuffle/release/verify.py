@@ -32,7 +32,7 @@ from noshuffle.release.other_folders import is_other, not_a_run
 from noshuffle.release.signature import public_bytes, signature_failure
 from noshuffle.release.spending import spent
 from noshuffle.release.unfinished import refuse_unfinished
-from noshuffle.release.verdict import NOT_PRIVATE, Verdict
+from noshuffle.release.verdict import Verdict
 from noshuffle.statement import of_stops
 
 
@@ -227,10 +227,5 @@ def _not_private(found: Found) -> Iterator[str]:
         yield "the noise comes from a named test seed, which anybody can use to remove it"
     elif any(TEST_SEED in ancestor.notes for ancestor in ancestors):
         yield "a run that it was forked from has the noise of a named test seed"
-    if where := found.facts.get("mixing"):
-        yield f"examples changed each other in the model ({where})"
-    notes = (note for ancestor in ancestors if ancestor.released for note in ancestor.notes)
-    if any(note.startswith(NOT_PRIVATE) and note != TEST_SEED for note in notes):
-        yield "examples changed each other in a run that it was forked from"
     if found.plan.noise_multiplier == 0:
         yield "the plan has no noise"

@@ -23,7 +23,6 @@ from torch import Tensor, nn
 from torch.nn import functional as f
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.looks import Look, next_quick
 from noshuffle.clipping.objective import Criterion, row_losses
 from noshuffle.clipping.trial_rows import extremes
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
@@ -32,10 +31,6 @@ from noshuffle.training.rng import restore_rng, rng_state
 
 #: The part of a step whose seed copies are drawn from; no batch comes in so many.
 COPIES = 2**20
-#: How much more rarely than a model a transform is looked at: a look calls it a dozen times.
-_RARELY = 4
-#: By what the ledger knows looks at a transform.
-_KIND = "transform of augment="
 _MIXES = (
     "transform must treat every row alone, and draw from the generators of torch; a copy came out "
     "otherwise beside other rows"
@@ -169,16 +164,14 @@ def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
 class CopiedBatches:
     """The batches of one run with copies of their rows, drawn as a replay would draw them.
 
-    A transform is tried on the first batch of a process and then at calls that are drawn, each
-    with probability 1/64; `tell` hears what was found, as it does of a model (`clipping.looks`).
+    A transform is tried on the first batch of a process that has two rows.
 
-    State: the last loss, over copies, and at which call the transform is tried next.
+    State: the last loss, over copies, and whether the transform was tried.
     """
 
-    def __init__(self, augment: Augment, tell: Callable[[Look], None]) -> None:
-        self._augment, self._tell = augment, tell
+    def __init__(self, augment: Augment) -> None:
+        self._augment, self._is_tried = augment, False
         self._spread: tuple[Any, ModelLoss] | None = None
-        self._calls = self._due = 0
 
     def of(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any, *, seed: int
@@ -192,19 +185,5 @@ class CopiedBatches:
             self._spread = (loss_fn, mean_over_copies(loss_fn))
         with seeded(seed, batch[0].device):
             copies = self._augment(batch[0])
-            if self._augment.transform is not None:
-                self._look(batch[0])
+            self._is_tried = self._is_tried or self._augment.check_alone(batch[0])
         return self._spread[1], (copies, *batch[1:])
-
-    def _look(self, x: Tensor) -> None:
-        """Raise if the transform mixes rows; the steps before may then not be covered."""
-        if self._calls >= self._due:
-            try:
-                is_tried = self._augment.check_alone(x)
-            except InvalidInput as reason:
-                self._tell(Look(_KIND, str(reason)))
-                raise
-            if is_tried:
-                self._tell(Look(_KIND))
-                self._due = next_quick(self._calls, rarely=_RARELY)
-        self._calls += 1

@@ -3,8 +3,8 @@
     print(private.check(loader, loss_fn))
 
 reads the first batch twice (random states are put back), compares order, number and size of the
-batches with the plan, tries the loss on a few examples, and says what is slow, probably not meant,
-or refused later. `first_step` says the free part at the first step, by `warnings`. No state.
+batches with the plan, tries the loss on it, and says what is slow, probably not meant, or refused
+later. `first_step` says the free part at the first step, by `warnings`. No state.
 
 >>> row = CheckFinding("order", "the sampler shuffles", "refused", "give shuffle=False")
 >>> print(LoaderCheck((row,)))
@@ -29,7 +29,7 @@ from torch.utils.data import (
     default_collate,
 )
 
-from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves, take
+from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize
@@ -39,11 +39,8 @@ from noshuffle.release.sampler import Sampler
 from noshuffle.training.batches import as_batch
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import at_work
-from noshuffle.training.mixing import first_rows
 from noshuffle.training.rng import restore_rng, rng_state
 
-#: Examples that a loss is tried on.
-TRIED = 4
 #: Columns for the words of a table, beside its names and verdicts.
 MIN_WORDS = 32
 #: How `fallbacks` begin where the whole model, or every example, is done by itself.
@@ -125,13 +122,11 @@ def _findings(
     except InvalidInput as error:
         yield CheckFinding("data", str(error), "refused")
         return
-    if not parts.ledger.released:
-        parts.first_rows = first_rows(data)  # the first step is compared with it
     yield size_finding(size, parts.planned_batch)
     yield _ids(plan, batch.ids, size, is_mixed=is_shuffled(loader))
     yield delta_finding(plan, records_of(plan, parts.planned_batch, loader))
     if loss_fn is not None:
-        yield _loss(private, loss_fn, data, min(size, TRIED))
+        yield _loss(private, loss_fn, data)
     if parts.release.charge is None:
         advice = "give privatize(budget=noshuffle.Budget(…)) if this is one of several"
         yield CheckFinding(
@@ -256,13 +251,12 @@ def delta_finding(plan: Plan, records: int) -> CheckFinding:
     return CheckFinding("δ", f"{delta:g} with {records} records" if records else f"{delta:g}")
 
 
-def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...], size: int) -> CheckFinding:
-    """Try the loss on a few examples; what comes of it stays here."""
+def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...]) -> CheckFinding:
+    """Try the loss on the first batch, on all of it: no other one of its kind is tried later."""
     parts = private._parts
     try:
         with at_work(private._listener), seeded(0, parts.device):
-            rows = take(data, slice(size))
-            parts.engine.clipped_sum(parts.model, loss_fn, rows, clip=parts.threshold.clip)
+            parts.engine.clipped_sum(parts.model, loss_fn, data, clip=parts.threshold.clip)
     except NoshuffleError as error:
         return CheckFinding("loss", str(error), "refused")
     except Exception as error:  # what the first step would end in, by model, loss or torch

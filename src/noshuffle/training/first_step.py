@@ -12,6 +12,10 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+from torch import Tensor
+
+from noshuffle.clipping.objective import leaves
 from noshuffle.errors import ProbablyNotMeant
 from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.training.check import (
@@ -21,11 +25,12 @@ from noshuffle.training.check import (
     size_finding,
     slow_notes,
 )
-from noshuffle.training.mixing import first_rows
 from noshuffle.user_warnings import warn_user
 
 #: What is told of every part of a first step, before it is summed.
 Hear = Callable[[tuple[Any, ...]], None]
+#: Numbers that a row must have to be known by.
+LEAST = 3
 
 
 @contextmanager
@@ -53,6 +58,16 @@ def first_step(parts: Any, batch: tuple[Any, ...] | None = None) -> Iterator[Hea
     finally:
         if heard and parts.ledger.released:
             remember(heard[0])
+
+
+def first_rows(data: tuple[Any, ...]) -> Tensor | None:
+    """The inputs of a batch that it can be known by: its first tensor of numbers with a point."""
+    for leaf in leaves(data):
+        if isinstance(leaf, Tensor) and leaf.is_floating_point() and leaf.dim() > 1:
+            if leaf.is_nested or leaf.layout is not torch.strided:
+                return None  # the step refuses it
+            return leaf.detach() if len(leaf) > 1 and leaf[0].numel() >= LEAST else None
+    return None
 
 
 def first_look(private: Any, size: int) -> None:

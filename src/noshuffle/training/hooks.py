@@ -177,8 +177,6 @@ def at_work(listener: Any, optimizer: torch.optim.Optimizer | None = None) -> It
     before = own.get(_MARK, False), listener is not None and listener.is_paused
     own[_MARK] = True
     if listener is not None:
-        if listener.traces:
-            listener.leave()
         listener.is_paused = True
     in_step.depth += optimizer is not None
     try:

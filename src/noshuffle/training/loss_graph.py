@@ -31,14 +31,13 @@ torch 2.11 to 2.13). No state.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from noshuffle.training.loss_coupling import COUPLED, coupled, goes_along, is_number
 from noshuffle.training.loss_reading import ODD_FACTOR, LossReading
 
 #: Nodes that hand a number on as it is.
@@ -52,39 +51,21 @@ LEARNED = (
 
 
 def read_loss(
-    loss: Tensor,
-    starts: Collection[int] = (),
-    *,
-    gradient: Tensor | None = None,
-    may_cut: bool = False,
+    loss: Tensor, starts: Collection[int] = (), *, gradient: Tensor | None = None
 ) -> LossReading:
-    """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of.
-
-    `gradient` is what `loss.backward` was given; `may_cut`: rows may be taken by themselves.
-    """
-    ends, reached = set[Any](), set[int]()
-    shapes = list[tuple[int, ...]]()
+    """The reading of a loss; `starts` are sequence numbers of the outputs it may be made of, and
+    `gradient` is what `loss.backward` was given."""
     reading = LossReading(refusal="loss.backward() needs one number; call loss.mean() first")
     if loss.numel() == 1 and loss.grad_fn is not None:
-        reading = _read(loss.grad_fn, ends)
+        reading = _read(loss.grad_fn)
         if gradient is not None:  # `loss.backward(gradient)`: one more factor on the whole loss
             reading = reading.scaled(float(gradient))
-    nodes = list(_nodes(loss.grad_fn, starts, reached, shapes))
-    below = [node for node in nodes if node not in ends]
-    rows = [shape[0] for shape in shapes if shape]
-    known: Any = {"kind": reading.kind, "is_uniform": reading.is_uniform}
-    found = [coupled(node, **known, size=rows[0] if rows and not may_cut else 0) for node in below]
-    leading = _leading(nodes, starts)
-    if any(_numbers(node) > sum(map(math.prod, shapes)) for node in below if node in leading):
-        found.append(COUPLED.format(name="there are more terms than outputs"))
-    refusal = reading.refusal or next(filter(None, found), "")
-    return replace(reading, refusal=refusal, reached=frozenset(reached))
+    return replace(reading, reached=frozenset(_nodes(loss.grad_fn, starts)[1]))
 
 
-def _read(node: Any, ends: set[Any], *, is_term: bool = False) -> LossReading:
-    """The reading from a node on that gives one number; nodes that were understood are `ends`."""
-    factor, divisor, is_plain, node = _peeled(node, ends)
-    ends.add(node)
+def _read(node: Any, *, is_term: bool = False) -> LossReading:
+    """The reading from a node on that gives one number."""
+    factor, divisor, is_plain, node = _peeled(node)
     if not math.isfinite(factor) or (factor <= 0.0 and not is_term):
         return LossReading(refusal=ODD_FACTOR.format(factor=factor))
     as_sum = LossReading(factor, "sum", divisor=abs(divisor.value), is_plain=is_plain)
@@ -95,7 +76,7 @@ def _read(node: Any, ends: set[Any], *, is_term: bool = False) -> LossReading:
     if hasattr(node, "_saved_reduction") and node._saved_reduction in (1, 2):
         return as_mean if node._saved_reduction == 1 else as_sum
     if name in ("AddBackward0", "SubBackward0") and len(given) == 2:
-        terms = tuple(_read(n, ends, is_term=True) for n in given)
+        terms = tuple(_read(n, is_term=True) for n in given)
         kind = "sum" if all(t.kind == "sum" for t in terms) else "mean"
         refusal = next((t.refusal for t in terms if t.refusal), "")
         return replace(as_mean, kind=kind, refusal=refusal, terms=terms)
@@ -121,9 +102,36 @@ def _is_once(given: list[Any]) -> bool:
         name = node.name()
         if name.startswith(("Stack", "Cat")):
             return False
-        if name in ("MeanBackward1", "SumBackward1") and goes_along(node):
+        if name in ("MeanBackward1", "SumBackward1") and _goes_along(node):
             return False
     return True
+
+
+def _goes_along(node: Any) -> bool:
+    """Whether an operation goes along the first axis, or along all."""
+    along = getattr(node, "_saved_dim", getattr(node, "_saved_dims", None))
+    if along is None or along == ():
+        return True
+    rank = len(getattr(node, "_saved_self_sym_sizes", None) or ())
+    for one in (along,) if isinstance(along, int) else along:
+        axis = one - (1 << 64) if one >= 1 << 63 else one  # torch shows it without its sign
+        axis += rank if axis < 0 else 0
+        if axis == 0 or (axis < -1 and not rank):
+            return True
+    return False
+
+
+def is_number(factor: Any) -> bool:
+    """Whether a factor that torch has kept was a number of Python, and not a tensor.
+
+    A number follows the type of any tensor of its kind, which a tensor without axes does not.
+    """
+    if not isinstance(factor, Tensor):
+        return True
+    if factor.dim() or factor.dtype not in (torch.float64, torch.int64, torch.bool):
+        return False
+    narrow = torch.float16 if factor.is_floating_point() else torch.uint8
+    return torch.result_type(factor, torch.zeros((), dtype=narrow, device="cpu")) is narrow
 
 
 def _labels(node: Any) -> dict[str, Any]:
@@ -147,7 +155,7 @@ class Divisor(NamedTuple):
     is_of_torch: bool = False
 
 
-def _peeled(node: Any, ends: set[Any]) -> tuple[float, Divisor, bool, Any]:
+def _peeled(node: Any) -> tuple[float, Divisor, bool, Any]:
     """The factors on one number, the divisor that was first, whether all others are numbers of
     Python, and the node that they stand before."""
     factor, divisor, is_plain = 1.0, Divisor(), True
@@ -173,7 +181,6 @@ def _peeled(node: Any, ends: set[Any]) -> tuple[float, Divisor, bool, Any]:
             return factor, divisor, is_plain, node
         if math.isnan(one):  # no number: the weights of many terms, or their reduction
             return factor, divisor, is_plain, node
-        ends.add(node)
         if newest is not divisor:
             divisor, is_plain = newest, is_plain and divisor.is_plain
         factor, node = factor * one, after
@@ -186,61 +193,28 @@ def _number(value: Any) -> float:
     return float(value)
 
 
-def _shape(node: Any) -> tuple[int, ...]:
-    """The shape of what an operation gave, of the largest if it gave several."""
-    return max((tuple(one.shape) for one in node._input_metadata), key=math.prod, default=(0,))
-
-
-def _numbers(node: Any) -> int:
-    """How many numbers an operation gave."""
-    return math.prod(_shape(node))
-
-
-def _leading(nodes: list[Any], starts: Collection[int]) -> set[Any]:
-    """Those that are made of outputs, and not of weights alone; what came earlier has less."""
-    found: set[Any] = set()
-    for node in sorted(nodes, key=lambda one: one._sequence_nr()):
-        given = [after for after, _ in node.next_functions if after is not None]
-        if any(after in found or after._sequence_nr() in starts for after in given):
-            found.add(node)
-    return found
-
-
-def _nodes(
-    root: Any, starts: Collection[int], reached: set[int], shapes: list[tuple[int, ...]]
-) -> Iterator[Any]:
-    """The nodes of a loss down to the outputs that it is made of, which are added to `reached`.
-
-    `shapes` then has theirs.
-    """
-    lowest, stack, seen = min(starts, default=0), [root], set[Any]()
+def _nodes(root: Any, starts: Collection[int]) -> tuple[list[Any], set[int]]:
+    """The nodes of a loss down to the outputs that it is made of, and which of these it reaches."""
+    lowest, stack, seen, reached = min(starts, default=0), [root], dict[Any, None](), set[int]()
     while stack and starts and len(seen) < MOST_NODES:
         node = stack.pop()
         number = -1 if node is None or node in seen else node._sequence_nr()
         if number in starts:
-            shapes += [] if number in reached else [_shape(node)]
             reached.add(number)
         elif number > lowest and node.next_functions:
-            seen.add(node)
-            yield node
+            seen[node] = None
             stack += [after for after, _ in node.next_functions]
+    return list(seen), reached
 
 
 def reaches(loss: Tensor, starts: Collection[int]) -> bool:
     """Whether a loss is made of one of these outputs; reads nothing of any number."""
-    reached = set[int]()
-    for _ in _nodes(loss.grad_fn, starts, reached, []):
-        if reached:
-            break
-    return bool(reached)
+    return bool(_nodes(loss.grad_fn, starts)[1])
 
 
 def trained_by(loss: Tensor, starts: Collection[int]) -> list[nn.Parameter]:
     """Parameters that a loss sends gradients to other than through the outputs it is made of."""
-    ends = [
-        after
-        for node in _nodes(loss.grad_fn, starts, set(), [])
-        for after, _ in node.next_functions
-    ]
+    nodes, _ = _nodes(loss.grad_fn, starts)
+    ends = [after for node in nodes for after, _ in node.next_functions]
     found = [getattr(end, "variable", None) for end in ends]
     return [one for one in found if isinstance(one, nn.Parameter)]

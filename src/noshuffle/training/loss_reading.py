@@ -16,11 +16,15 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from noshuffle.training.loss_coupling import CONSTANT, SELECTED
-
+#: A whole number up to this is a constant of the loss; a larger one may be a count of the batch.
+CONSTANT = 16
 ODD_FACTOR = (
     "the loss is multiplied by {factor:g}, which tells of the whole batch or says nothing; leave "
     "the factor out (a batch that must not count: private.step with no rows)"
+)
+SELECTED = (
+    "the loss is a mean over the selected tokens (or rows) of the whole batch, so that one example "
+    "moves the weight of all others; use private.step, which takes the mean inside each example"
 )
 UNLIKE = (
     "the terms of this loss are divided by different numbers (labels are left out or weighted, one "

@@ -20,31 +20,21 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from noshuffle.errors import ProbablyNotMeant
 from noshuffle.training.generators import generators
 from noshuffle.training.heard_backward import hearing, listen
 from noshuffle.training.hooks import ModelHook
 from noshuffle.training.loop_pass import Pass, versions
 from noshuffle.training.loss_graph import reaches, read_loss, trained_by
-from noshuffle.training.loss_numbers import EarlierNumbers
 from noshuffle.training.loss_reading import LossReading
-from noshuffle.training.loss_replay import coupling
-from noshuffle.training.loss_trace import LossTrace
 from noshuffle.training.outputs import CARRIED, Carried, apart, tensors_of
 from noshuffle.training.pass_writes import PassWrites
 from noshuffle.triton_shim import is_capturing
-from noshuffle.user_warnings import warn_user
 
 #: Outputs that a loss may be made of.
 LATEST = 256
 ONE_LOSS = (
     "one loss over several passes through the model: an example that is in more than one of them "
     "would count more than once; use private.step with a ModelLoss"
-)
-DOUBTS = (
-    "a loss that may compare the examples of a batch: {doubts}. The guarantee holds only if none "
-    "of it tells of other examples (schedules, logs and checks of the data do not; a factor of "
-    "the batch does, and belongs into private.step)"
 )
 OUTSIDE = (
     "the loss gives raw gradients to a parameter of shape {shape} outside the private model (a "
@@ -83,11 +73,7 @@ class Listener:
         self.passes: list[Pass] = []
         self.refusal = ""
         self.count = 0  # passes since the last step
-        self.is_due = True  # whether the next loss is tried with other rows (`loss_replay`)
-        self._is_tried = self._is_warned = False
-        self._earlier = EarlierNumbers()
-        self.traces: list[LossTrace] = []  # the newest pass's, if it is looked at
-        weakref.finalize(self, _leave, self.traces)
+        self.is_due = True  # whether inputs and gradients of the next step are read (1, 2, 4, …)
         self._seed = seed
         self._reading: LossReading | None = None
         self._heard: Pass | None = None  # the pass that the current loss came from
@@ -96,7 +82,6 @@ class Listener:
         self.writes = PassWrites(model)
         self._passes_ever = 0
         self.own = [p for p in model.parameters() if p.requires_grad]
-        self.is_zeroed = False  # whether .grad holds nothing of earlier steps
         self.missed = SILENT  # why there is no pass, where there is none
         self.warning = ""
         self._before: list[tuple[torch.Generator, Tensor]] = []
@@ -128,9 +113,8 @@ class Listener:
     def forget(self) -> None:
         """The same after a step, or the attempt at one."""
         self.clear()
-        self.count, self.missed, self.is_zeroed = 0, SILENT, False
+        self.count, self.missed = 0, SILENT
         self._carried.end_step()
-        self.leave()
 
     def stop(self) -> None:
         """Stop listening to the model."""
@@ -138,11 +122,6 @@ class Listener:
             handle.remove()
         listen(self, is_on=False)
         self.clear()
-        self.leave()
-
-    def leave(self) -> None:
-        """Stop noting the calls of a loss."""
-        _leave(self.traces)
 
     def begin(self, module: nn.Module, args: Any) -> None:
         """A forward pass begins: its random layers draw what the second one will draw."""
@@ -152,7 +131,6 @@ class Listener:
         if not self._before:
             self.writes.begin(module, is_heard=is_heard)
         if is_heard:
-            self.leave()
             device = next(module.parameters()).device
             self._before = [(g, g.get_state()) for g in generators(device)]
             for generator, _ in self._before:
@@ -205,9 +183,6 @@ class Listener:
                 del self._starts[next(iter(self._starts))]
             hook = partial(_arrived, weakref.ref(self), one, str(number), start, out.detach())
             out.register_hook(hook)  # type: ignore[no-untyped-call]
-        if self.is_due and ends:
-            self.traces.append(LossTrace(ends, (args, kwargs), self._earlier))
-            self.traces[-1].enter()
         return None if output is given else output
 
     def arrived(self, one: Pass, key: str, start: int, out: Tensor, grad: Tensor | None) -> None:
@@ -244,7 +219,6 @@ class Listener:
             return
         if are_cleared(self.own, by_value=self.is_due or bool(self.passes)):
             self.drop()  # what came before was cleared with it
-            self.is_zeroed = True
         is_plain = gradient is None or isinstance(gradient, Tensor)
         own = gradient if is_plain else next(iter(gradient))
         if len(given) == 1 and isinstance(given[0], Tensor):
@@ -261,31 +235,15 @@ class Listener:
         return not any(isinstance(one, Tensor) and reaches(one, self._starts) for one in losses)
 
     def _read(self, loss: Tensor, gradient: Tensor | None) -> LossReading:
-        """Factor and reduction of a loss; refused where its examples meet, if it is its turn.
-
-        Where nothing was tried so far, no part of the rows may be taken by itself.
-        """
-        read, found = partial(read_loss, loss, self._starts, gradient=gradient), None
-        reading = read(may_cut=True)
+        """Factor and reduction of a loss."""
+        reading = read_loss(loss, self._starts, gradient=gradient)
         if len({self._starts[start] for start in reading.reached}) > 1:
             return replace(reading, refusal=ONE_LOSS)
         if self.is_due and reading.reached:
-            self._look_outside(loss)
-        trace = next(iter(self.traces), None)
-        if trace is not None and trace.starts & reading.reached and not reading.refusal:
-            found, doubts = coupling(trace, loss, gradient)
-            self._is_tried = self._is_tried or found is not None
-            self._warn(doubts)
-        reading = reading if self._is_tried or reading.refusal else read(may_cut=False)
-        return replace(reading, refusal=reading.refusal or found or "")
+            self._find_outside(loss)
+        return reading
 
-    def _warn(self, doubts: tuple[str, ...]) -> None:
-        """Say once what could not be decided about a loss."""
-        if doubts and not self._is_warned:
-            self._is_warned = True
-            warn_user(DOUBTS.format(doubts="; ".join(doubts[:3])), ProbablyNotMeant)
-
-    def _look_outside(self, loss: Tensor) -> None:
+    def _find_outside(self, loss: Tensor) -> None:
         """Keep a warning of parameters that this loss trains outside of private models."""
         inside = {id(p) for one in hearing() for p in one.own}
         found = [p for p in trained_by(loss, self._starts) if id(p) not in inside]
@@ -294,11 +252,6 @@ class Listener:
 
     def end_backward(self) -> None:
         self._reading = None
-
-
-def _leave(traces: list[LossTrace]) -> None:
-    while traces:
-        traces.pop().leave()
 
 
 def _arrived(listener: Callable[[], Listener | None], *what: Any) -> None:

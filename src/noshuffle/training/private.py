@@ -27,7 +27,6 @@ import os
 import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
-from functools import partial
 from typing import Any
 
 from torch import nn
@@ -70,7 +69,7 @@ class Private(TrainingRun):
         self.augment = augment
         self._copies = None
         if augment is not None:
-            self._copies = CopiedBatches(augment, tell=partial(parts.heard, parts.model))
+            self._copies = CopiedBatches(augment)
         #: The average of iterates, if one was asked for; see `training.average`.
         self.average: IterateAverage | None = None
         if average is not None:
@@ -206,7 +205,7 @@ class Private(TrainingRun):
     ) -> LoaderCheck:
         """What a run over this loader will meet: order, sizes, ids, what is slow or refused.
 
-        Reads its first batch twice, tries the loss on a few examples, and releases nothing. Print
+        Reads its first batch twice, tries the loss on it, and releases nothing. Print
         the result; `is_fine` says whether nothing would be refused.
         """
         return check_loader(self, loader, loss_fn)

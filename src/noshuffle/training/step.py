@@ -28,17 +28,15 @@ from torch import Tensor
 
 from noshuffle.clipping import ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size, cuttable, take
-from noshuffle.errors import InvalidInput, ParticipationViolation, ProbablyNotMeant
+from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.release import fingerprint
 from noshuffle.release.guard import Mask
 from noshuffle.release.ledger import Admission
 from noshuffle.release.unit_ids import Ids
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import untraced
-from noshuffle.training.mixing import MIXED, are_mixed, first_rows
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.step_parts import Parts
-from noshuffle.user_warnings import warn_user
 
 
 @dataclass
@@ -104,8 +102,6 @@ class Step:
         if parts.pass_writes is not None and size:
             parts.pass_writes.judge(parts.model, loss_fn, batch)
             parts.pass_writes = None
-        if parts.first_rows is not None:
-            compare_rows(parts, batch if data is None else data)
         named = batch if data is None else data
         self._ids.append(own)
         self._nameless += own is None and size > 0
@@ -301,14 +297,6 @@ class Step:
             torch.cat([getattr(s, name) for s in self._sums]) for name in ("losses", "norms", "bad")
         )
         return Outcome(losses, norms, bad, self._dropped)
-
-
-def compare_rows(parts: Parts, batch: tuple[Any, ...]) -> None:
-    """Warn if the rows that `private.check` saw were mixed with each other since."""
-    rows, parts.first_rows = parts.first_rows, None
-    inputs = first_rows(batch)
-    if rows is not None and inputs is not None and are_mixed(rows, inputs):
-        warn_user(MIXED, ProbablyNotMeant)
 
 
 def rows_kept(admission: Admission, size: int) -> Mask | None:

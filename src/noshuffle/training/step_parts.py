@@ -1,6 +1,6 @@
-"""Parts: everything a private step is made of, what is asked of a call, and looks at the model.
+"""Parts: everything a private step is made of, and what is asked of a call.
 
-State: whether the run is over, and whether the model was found to mix examples.
+State: whether the run is over.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
-from noshuffle.clipping.looks import Listeners, Look
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.release import Release
@@ -51,14 +50,10 @@ class Parts:
     drop: bool
     #: Whether a released step whose sum comes out otherwise is passed over instead of refused.
     skips_replays: bool = False
-    #: Inputs of the first batch of a loader that was checked, until the first step has seen them.
-    first_rows: Tensor | None = field(default=None, repr=False)
     #: What passes of the user wrote into the model, until the first step has looked at it.
     pass_writes: PassWrites | None = field(default=None, repr=False)
     #: Whether the run was closed: an engine may go on elsewhere.
     is_over: bool = field(default=False, init=False)
-    #: Whether the model was found to mix examples.
-    is_mixing: bool = field(default=False, init=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -67,8 +62,6 @@ class Parts:
         self.streams = StreamOrder() if self.device.type == "cuda" else None
         self.ledger, self.noise = self.release.ledger, self.release.noise
         self.threshold, self.secret = self.release.threshold, self.release.secret
-        if isinstance(listeners := getattr(self.engine, "listeners", None), Listeners):
-            listeners.add(self.heard)
 
     def check_open(self) -> None:
         """Raise where the run was closed."""
@@ -77,17 +70,6 @@ class Parts:
                 "this run was closed; an unfinished one in a folder goes on after privatize(…, "
                 "run=…) and resume(), and without a folder a new run adds up with this one"
             )
-
-    def heard(self, model: nn.Module, look: Look) -> None:
-        """Write down what a look at the model found.
-
-        Guarantees: where examples mixed in steps that may have been released, the ledger has it on
-        the disk when this returns, and statement.json and the budget say so.
-        """
-        if model is self.model and not self.is_over:
-            self.is_mixing = self.is_mixing or bool(look.mixes)
-            if self.ledger.look(look.kind, mixes=look.mixes, size=look.size):
-                self.release.tell_not_private()
 
     @property
     def planned_batch(self) -> float:

@@ -11,10 +11,9 @@ so hooks keep the inputs and c (`passes`), and `step` runs the clipping engine o
 `.grad` is thrown away; this second pass has the dropout masks of the first.
 
 Several backward passes before one `step` are parts of one batch. Terms of the loss must each depend
-on one example: the statement says so, and steps 1, 2, 4, 8, … try it (`loss_replay`). Gradients
-that do not come through the model's output are not in c: the first step (and the 2nd, 4th, … after
-a `zero_grad`) compares the raw gradient with that of the passes. State: the factor of the last
-step, and the number of steps.
+on one example: the statement says so, and nothing checks it. Gradients that do not come through the
+model's output are not in c: the first step compares the raw gradient with that of the passes.
+State: the factor of the last step, the number of steps, and kinds of passes that were tried.
 """
 
 from __future__ import annotations
@@ -32,8 +31,8 @@ from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.criteria import CriteriaByRow
 from noshuffle.clipping.layers import NotByLayer, NotNow
-from noshuffle.clipping.looks import Look, kind_of
-from noshuffle.clipping.objective import batch_size
+from noshuffle.clipping.objective import batch_size, shape_of
+from noshuffle.clipping.products import full_precision, roundoff
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.first_step import first_step
@@ -140,6 +139,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
         self._inner = parts.optimizer
         self._steps = 0
         self._factor: float | None = None
+        self._tried: set[Any] = set()
         for name in HOOKS:  # those of the optimizer inside, which runs them
             setattr(self, name, getattr(self._inner, name, OrderedDict()))
 
@@ -180,7 +180,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 loss = closure()
         heard, is_first = self._listener, not self._steps
         passes, refusal = list(heard.passes), heard.refusal
-        heard.leave()
         heard.passes, heard.refusal = [], ""
         if refusal:
             raise Unsupported(refusal)
@@ -200,10 +199,10 @@ class PrivateOptimizer(torch.optim.Optimizer):
             heard.warning = ""
         self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
-        at, is_zeroed, now = 0, heard.is_zeroed, versions(heard.own)
+        at, now = 0, versions(heard.own)
         is_new = first_step(self._parts, inputs_of(passes[0])) if is_first else None
         with is_new or nullcontext(), self._accumulate() as step:
-            if is_first or (is_power and is_zeroed):  # else .grad holds more than this step's
+            if is_first:
                 _check_raw(self._parts, passes, factor, now)
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
@@ -222,13 +221,35 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     why = str(error).partition("\n")[0]
                     raise Unsupported(UNCUT.format(why=why)) from error
                 _check_again(one, step.losses, now, is_due=one.is_random or is_power)
-                if one.own_loss is None and (self._parts.is_mixing or (is_power and size > 1)):
-                    _check_apart(self._parts, loss_fn, batch)
+                if one.own_loss is None and size > 1:
+                    self._check_apart(loss_fn, batch)
             if given is not None and at != len(given):
                 raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
             self._steps, self._factor = self._steps + 1, factor
             heard.is_due = not self._steps & (self._steps + 1)
         return loss
+
+    def _check_apart(self, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> None:
+        """At the first pass of a kind: raise if examples mix in the model, since c was made from
+        outputs of the whole batch.
+
+        An engine that takes examples one by one would be right by itself, and clip what c brings.
+        """
+        model = self._parts.model
+        kind = (shape_of(batch).kinds, tuple(module.training for module in model.modules()))
+        if kind in self._tried:
+            return
+        try:
+            with full_precision():
+                still_apart(model, loss_fn, batch, has_gradients=False)
+            self._tried.add(kind)
+        except NotNow:
+            return
+        except NotByLayer as error:
+            raise Unsupported(
+                "examples must not mix in the model, or what `loss.backward()` sends back into "
+                f"one is another's too: {error}; use private.step, which takes them one by one"
+            ) from None
 
     def _warn_of_divisors(self, passes: list[Pass]) -> None:
         """Warn of a sum over the batch that was divided by something else than its size."""
@@ -239,28 +260,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 text = SUMMED.format(divisor=by, size=size_of(one))
                 warn_user(text, ProbablyNotMeant)
                 return
-
-
-def _check_apart(parts: Parts, loss_fn: ModelLoss, batch: tuple[Any, ...]) -> None:
-    """Raise if examples mix in the model: c was made from outputs of the whole batch.
-
-    An engine that takes examples one by one would be right by itself, and clip what c brings.
-    """
-    kind = kind_of(parts.model, "loss.backward()")
-    try:
-        still_apart(parts.model, loss_fn, batch, has_gradients=False)
-        parts.heard(parts.model, Look(kind, size=batch_size(batch)))
-        reason = "found by a look at the batch before" if parts.is_mixing else ""
-    except NotNow:
-        return
-    except NotByLayer as error:
-        reason = str(error)
-        parts.heard(parts.model, Look(kind, reason))
-    if reason:
-        raise Unsupported(
-            f"examples must not mix in the model, or what `loss.backward()` sends back into one is "
-            f"another's too: {reason}; use private.step, which takes them one by one"
-        )
 
 
 def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> None:
@@ -277,7 +276,7 @@ def _check_again(one: Pass, found: Tensor, now: list[int], *, is_due: bool) -> N
     fine = first.isfinite()  # others contribute zero
     first, again = first[fine], again[fine]
     size = sum(c[fine].double().square().sum() for c in one.sent_back.values())
-    is_low = one.cast or one.inner.dtype != torch.float32
+    is_low = one.cast or one.inner.dtype != torch.float32 or roundoff(one.inner) > 0.0
     share = 5e-2 if is_low else 1e-5 if is_moved else 1e-3
     gap, scale = (
         (first - again).norm(),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import os
-from contextlib import nullcontext
 from dataclasses import replace
 
 import numpy as np
@@ -22,7 +21,6 @@ from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
     ParticipationViolation,
-    ProbablyNotMeant,
     ReplayRefused,
 )
 from noshuffle.noise import test_source
@@ -83,42 +81,6 @@ def sgd(model):
 
 def ftrl(model):
     return FTRL(model.parameters(), 0.2, momentum=0.9)
-
-
-class Mixing(nn.Module):
-    """Examples are apart for as long as somebody wants."""
-
-    wanted = False
-
-    def forward(self, x):
-        return x + x.mean(0) if self.wanted else x
-
-
-@pytest.mark.parametrize("begins", [5, 99])
-def test_a_model_that_begins_to_mix_is_found_out_by_the_captured_step(monkeypatch, begins):
-    """At the next look, and written out from there on; one that does not is let be."""
-    looks = "noshuffle.training.compiled.programs.next_full"
-    monkeypatch.setattr(looks, lambda calls: 8 if calls < 8 else 99)
-    monkeypatch.setattr("noshuffle.clipping.later_looks.next_full", lambda calls: 99)
-    monkeypatch.setattr("noshuffle.clipping.later_looks.next_quick", lambda calls, **_: 99)
-    rule = MinSeparation(steps=12, separation=1, max_participations=12)
-    private = make(
-        compiled=True, model=nn.Sequential(Mixing(), network()), rule=rule, engine=Ghost()
-    )
-    x, y = data(SIZE)
-    for step in range(12):
-        private.model[0].wanted = step >= begins
-        told = nullcontext()
-        if step == 8 and begins == 5:
-            told = pytest.warns(RuntimeWarning, match="apart no longer")
-        with told:
-            private.step(LOSS, x, y, ids=np.arange(SIZE))
-        is_found = step >= 8 and begins == 5
-        assert ("found at call 8" in str(private.compiled.fallbacks)) == is_found, step
-    assert "sum by rules" in private.compiled.why
-    assert set(private.compiled._programs.values()) == {None} or begins == 99
-    said = [line for line in private.statement().assumptions if "changed each other" in line]
-    assert bool(said) == (begins == 5)
 
 
 def adam(model):
@@ -287,14 +249,6 @@ def test_horizon_and_steps_that_failed_half_way():
 
 def batches():
     return TensorBatches(data(), in_order(32, SIZE))
-
-
-def test_rows_that_were_mixed_since_the_check_are_warned_of():
-    private, (x, y) = make(compiled=True), data()
-    private.check(batches())
-    mixed = 0.7 * x[:SIZE] + 0.3 * x[:SIZE].flip(0)
-    with pytest.warns(ProbablyNotMeant, match="mixed with each other"):
-        private.step(LOSS, mixed, y[:SIZE], ids=range(SIZE))
 
 
 def test_resume_is_bit_for_bit_and_replays_need_the_same_data(tmp_path):

@@ -3,9 +3,7 @@
 A graph freezes shapes, types, plain values, modes of modules, precision settings and addresses: a
 batch is given the program that was captured for exactly these, and a tensor of model or loss that
 lies elsewhere makes all programs worthless. `Compiled` captures the steps.
-At calls that are drawn (`clipping.looks`) the model is looked at without a graph; if it mixes
-examples by now, steps are eager from there on. State: the programs, what they must keep alive, and
-the log `fallbacks`.
+State: the programs, what they must keep alive, and the log `fallbacks`.
 """
 
 from __future__ import annotations
@@ -23,7 +21,6 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.looks import next_full
 from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.device_threshold import DeviceThreshold
@@ -109,7 +106,6 @@ class Programs:
         self._where: list[Any] = []
         self._watch()
         self._last: _Last | None = None
-        self._calls, self._due = 0, next_full(1)
 
     def again(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]
@@ -121,8 +117,6 @@ class Programs:
         last = self._last
         if last is None or loss_fn is not last.loss_fn or len(batch) != len(last.kinds):
             return None
-        if self._calls + 1 >= self._due:
-            return None  # `find` looks at the model
         sizes: set[int] = set()
         for leaf, (shape, dtype) in zip(batch, last.kinds):
             if not isinstance(leaf, Tensor) or leaf.dtype is not dtype or not leaf.dim():
@@ -137,7 +131,6 @@ class Programs:
             return None
         if last.numerics != _numerics() or self._where != self._addresses():
             return None
-        self._calls += 1
         return last.program, sizes.pop()
 
     def find(
@@ -168,11 +161,6 @@ class Programs:
         modes = [module.training for module in self._modules]
         numerics = _numerics()
         key = (id(loss_fn), spec, kinds, tuple(modes), numerics)
-        if size > 1 and key in self._programs:
-            self._calls += 1
-            if self._calls >= self._due and not self._is_apart(loss_fn, batch):
-                self.reset()  # the ledger names the form of the sum: no other one is captured
-                self.say(f"the model mixes examples, found at call {self._calls}: eager")
         if key not in self._programs:
             if not size:
                 return None  # nothing can be tried on nobody
@@ -194,15 +182,6 @@ class Programs:
             shapes = [(leaf.shape[1:], leaf.dtype) for leaf in leaves]
             self._last = _Last(program, loss_fn, shapes, modes, numerics)
         return program
-
-    def _is_apart(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...]) -> bool:
-        """Whether layer rules still hold: parameters that are learned may come to mix examples."""
-        self._due = next_full(self._calls)
-        engine = self.parts.engine
-        if not isinstance(engine, Ghost):
-            return True
-        with self.at_home():
-            return engine.is_apart(self.parts.model, loss_fn, batch, calls=self._calls)
 
     def _build(
         self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], size: int

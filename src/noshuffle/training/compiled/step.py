@@ -37,7 +37,7 @@ from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.update import Update, update_for
 from noshuffle.training.generators import seeded
 from noshuffle.training.outcome import Outcome, Unread, mean_of_finite
-from noshuffle.training.step import check_in_step, compare_rows, rows_kept
+from noshuffle.training.step import check_in_step, rows_kept
 from noshuffle.training.step_parts import Parts
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
@@ -88,8 +88,6 @@ class Compiled(Programs):
         check_in_step(parts, index)
         if parts.streams is not None:
             parts.streams.follow(self.device, list)  # what it reads lies in buffers that stay
-        if parts.first_rows is not None:
-            compare_rows(parts, batch)
         leaves, spec = flat(batch)
         program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
         own = None if ids is None else release.identify(ids, rows=size)

@@ -107,7 +107,7 @@ def rules(
 
     `show` is handed the losses as soon as they are known, before the backward pass.
     """
-    known = engine._try(model, loss_fn, batch, engine._look(model))
+    known = engine._try(model, loss_fn, batch, engine._snapshot(model))
     layers, layout = known.layers, known.layout
     if layers is None or layout is None:
         return None

@@ -6,8 +6,7 @@ Convolutions of one run that fill a GPU by themselves gain nothing from standing
 many small kernels do not, so the runs of a GPU go by `STREAMS` streams of their own, between one
 fork and one join. This
 is the sum of `compiled.sum`, the one that `privatize` captures, so it has its kernels and takes
-every model that they take. Nothing waits for the device, nothing branches on data, but at calls
-that are drawn (`clipping.looks`), where examples are looked at again as `Ghost` does. State: the
+every model that they take. Nothing waits for the device, nothing branches on data. State: the
 model whose parameters are pointed at one run after the other, what its trial found, and the calls.
 """
 
@@ -26,14 +25,12 @@ from noshuffle.clipping import Flat, Ghost, ModelLoss, auto, validate
 from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.check import evaluated
 from noshuffle.clipping.layers import NotByLayer, NotNow
-from noshuffle.clipping.looks import Heard, Listeners, Look, next_full
 from noshuffle.clipping.objective import Batch, Criterion, batch_size
 from noshuffle.errors import Unsupported
 from noshuffle.training.compiled.choice import agree
 from noshuffle.training.compiled.flat import TotalFn
 from noshuffle.training.compiled.sum import FormsFn, by_engine, clipped, rules
 from noshuffle.training.generators import seeded
-from noshuffle.triton_shim import is_capturing
 
 #: Streams of a GPU that the runs are dealt to.
 STREAMS = 4
@@ -50,11 +47,7 @@ class InTurn:
         *,
         loss_fn: Criterion | ModelLoss,
         clip_norms: Sequence[float],
-        heard: Heard | None = None,
     ) -> None:
-        self._listeners, self._due = Listeners(), next_full(1)
-        if heard is not None:
-            self._listeners.add(heard)
         self._device = device = next(iter(params.values())).device
         self.runs, self._clips = len(clip_norms), tuple(clip_norms)
         self._model = copy.deepcopy(models[0]).to(device)
@@ -72,7 +65,7 @@ class InTurn:
         if forms is None:
             raise Unsupported(f"no layer rules ({engine.why})")
         self.form = "layer rules"
-        self._loss_fn, self._calls = loss_fn, 0
+        self._loss_fn = loss_fn
         many = min(STREAMS, self.runs) if device.type == "cuda" and self.runs > 1 else 0
         self._streams = [_stream(device) for _ in range(many)]
         self._check_alone(params, batch, runs=range(self.runs))
@@ -103,17 +96,12 @@ class InTurn:
         """Refuse a run that mixes examples: what is not trained, and weights, are its own."""
         for run in runs:
             self._put(params, run)
-            kind = f"run {run}"
             try:
                 still_apart(self._model, self._loss_fn, batch)
-                self._listeners.tell(self._model, Look(kind))
             except NotNow:
-                if not self._calls:
-                    raise Unsupported(f"a loss of run {run} is not finite") from None
+                raise Unsupported(f"a loss of run {run} is not finite") from None
             except NotByLayer as reason:
-                self._listeners.tell(self._model, Look(kind, str(reason)))
-                since = f", found after {self._calls - 1} steps" if self._calls else ""
-                raise Unsupported(f"run {run} mixes examples{since}: {reason}") from None
+                raise Unsupported(f"run {run} mixes examples: {reason}") from None
 
     def _put(self, params: Mapping[str, Tensor], run: int) -> None:
         for name, value in _tensors(self._model):
@@ -133,11 +121,6 @@ class InTurn:
     ) -> tuple[dict[str, Tensor], Tensor]:
         """Per run, the sum of clipped gradients of the rows in `keep`, and losses (batch, runs)."""
         found, batch = [], tree_map(_channels_last, batch)
-        if not is_capturing(self._device):
-            self._calls += 1  # a graph is captured behind a first call, and runs nothing of these
-            if self._calls >= self._due and batch_size(batch) > 1:
-                self._due = next_full(self._calls)
-                self._check_alone(params, batch, runs=range(self.runs))
         with self._forked() as streams:
             for run, norm in enumerate(self._clips):
                 with torch.cuda.stream(streams[run % len(streams)] if streams else None):

@@ -23,11 +23,10 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from noshuffle import accounting
 from noshuffle.clipping import Flat
-from noshuffle.clipping.looks import Look
 from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -129,12 +128,6 @@ class StudyRelease:
             self._groups.append(_Group(release, tensors))
         self._admitted = False
         self._has_ids: bool | None = None  # whether steps come with ids; unknown before the first
-
-    def heard(self, model: nn.Module, look: Look) -> None:
-        """Write down what a look at the model of a run found, in every ledger."""
-        for group in self._groups:
-            if group.release.ledger.look(look.kind, mixes=look.mixes, size=look.size):
-                group.release.tell_not_private()
 
     @property
     def can_be_captured(self) -> bool:

@@ -288,7 +288,6 @@ class Study:
                 loss_fn=self._loss_fn,
                 in_turn=[s.clip_norm for s in self.settings] if self._in_turn else (),
                 half=self._half,
-                heard=self._release.heard,
             )
         self._network, self._form = self._networks[kind]
 

@@ -23,7 +23,6 @@ from torch.nn.modules.conv import _ConvNd
 from noshuffle.clipping import Flat, ModelLoss, auto, validate
 from noshuffle.clipping.check import evaluated, trainable
 from noshuffle.clipping.factor import SLACK, clip_factor, slack
-from noshuffle.clipping.looks import Heard
 from noshuffle.clipping.objective import Criterion, batch_size, single_loss, take
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.stateless import call_with
@@ -50,7 +49,6 @@ class OneByOne:
         params: Mapping[str, Tensor],
         *,
         loss_fn: Criterion | ModelLoss,
-        heard: Heard | None = None,
     ) -> None:
         device = next(iter(params.values())).device
         self.runs = len(models)
@@ -62,9 +60,6 @@ class OneByOne:
             for name, parameter in trainable(model).items():
                 parameter.data = params[name][run]
         self._engines = [auto(model) for model in self._models]
-        for engine in self._engines:
-            if heard is not None:
-                engine.listeners.add(heard)
 
     def scores(self, params: Mapping[str, Tensor], x: Any) -> Tensor:
         """Outputs of every network in eval mode: (batch, runs, …)."""
@@ -179,12 +174,10 @@ def network_for(
     loss_fn: Criterion | ModelLoss,
     in_turn: Sequence[float] = (),
     half: bool = False,
-    heard: Heard | None = None,
 ) -> tuple[Network, str]:
     """The quickest form that holds for these models and batches like this one, and why.
 
     With `in_turn`, the clip norms, runs of a model with layer rules are worked on in turn.
-    `heard` is told where examples of a run mix.
     """
     device = next(iter(params.values())).device
     reason = ""
@@ -197,7 +190,6 @@ def network_for(
                     batch,
                     loss_fn=loss_fn,
                     clip_norms=in_turn,
-                    heard=heard,
                 )
             return own, f"{own.form}, in turn"
         except Unsupported as error:
@@ -208,7 +200,7 @@ def network_for(
     single = "one by one"
 
     def one_by_one() -> OneByOne:
-        return OneByOne(models, params, loss_fn=loss_fn, heard=heard)
+        return OneByOne(models, params, loss_fn=loss_fn)
 
     if device.type == "cpu" and size * products(models[0], loss_fn, batch) >= MANY_PRODUCTS:
         return one_by_one(), f"{single} (convolutions fill a CPU)"

@@ -1,4 +1,4 @@
-"""What looks run: examples whose gradients are finite, and random numbers of one look."""
+"""What a trial runs: examples whose gradients are finite, and random numbers of one check."""
 
 import random
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from noshuffle.clipping.batch_check import apart_in, still_apart
 from noshuffle.clipping.layers import Mixes, NotNow
-from noshuffle.clipping.look_runs import finite_gradients, new_seed
+from noshuffle.clipping.trial_runs import finite_gradients, new_seed
 
 
 class Roots(nn.Module):
@@ -67,7 +67,7 @@ class WayBack(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("bad", [range(0, 32, 2), range(20), range(32)])
-def test_a_batch_is_looked_at_with_all_examples_that_are_finite(monkeypatch, bad) -> None:
+def test_a_batch_is_checked_with_all_examples_that_are_finite(monkeypatch, bad) -> None:
     """Every second one of them, all of the first half, or none."""
 
     class Model(nn.Module):
@@ -88,7 +88,7 @@ def test_a_batch_is_looked_at_with_all_examples_that_are_finite(monkeypatch, bad
         return found
 
     monkeypatch.setattr("noshuffle.clipping.batch_check.finite_gradients", counted)
-    # Which examples a look asks is drawn; one of ten draws asks none that was moved.
+    # Which examples are asked is drawn; one of ten draws asks none that was moved.
     draw = random.Random(0)
     monkeypatch.setattr("noshuffle.clipping.batch_check.secrets.randbelow", draw.randrange)
     x[list(bad)] = 0.0
@@ -127,14 +127,17 @@ def is_apart(model: nn.Module, seed: int | None, size: int = 20) -> bool:
     draw = torch.Generator().manual_seed(3)
     x, y = torch.randn(size, 4, generator=draw), torch.randint(3, (size,), generator=draw)
     try:
-        still_apart(model, nn.CrossEntropyLoss(), (x, y), seed=seed)
+        if seed is None:
+            still_apart(model, nn.CrossEntropyLoss(), (x, y))
+        else:
+            apart_in(model, nn.CrossEntropyLoss(), (x, y), seed=seed)
     except Mixes:
         return False
     return True
 
 
 @pytest.mark.parametrize("on_the_way_back", [False, True])
-def test_mixing_behind_a_rare_draw_is_found_by_the_looks_that_draw_it(on_the_way_back) -> None:
+def test_mixing_behind_a_rare_draw_is_found_by_the_checks_that_draw_it(on_the_way_back) -> None:
     torch.manual_seed(0)
     model = Rarely(0.1, on_the_way_back=on_the_way_back)
     seeds, found = range(100, 140), []
@@ -146,7 +149,7 @@ def test_mixing_behind_a_rare_draw_is_found_by_the_looks_that_draw_it(on_the_way
     assert 0 < sum(found) < 20
 
 
-def test_every_look_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_check_has_a_seed_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     seeds: list[int] = []
 

@@ -1,15 +1,15 @@
-"""What looks at a model run: rows under the same random numbers, their gradients, and how far
-rounding may move them.
+"""Runs of a trial: rows under the same random numbers, their gradients, and how far rounding may
+move them.
 
-All runs of a look that are compared have one seed, which a look draws from the operating system:
-examples that mix behind a rare draw are found by one of many looks. Where batches of two sizes are
-compared, masks differ by themselves; there the seeds are always the same ones (`FIXED`), so that a
-draw that is rare and honest (a dropout of one in a thousand) is not taken for mixing by one look.
+All runs that are compared have one seed, which the check of a whole batch draws from the operating
+system. Where batches of two sizes are compared, masks differ by themselves; there the seeds are
+always the same ones (`FIXED`), so that a draw that is rare and honest (a dropout of one in a
+thousand) is not taken for mixing.
 
 `finite_gradients` finds the examples whose gradients are finite, which are the ones to compare: in
 plain autograd one that is not makes those of all others NaN (0·∞). It asks for the sum over a part
 of the examples, and for each half of a part whose sum is not finite; k such examples among n take
-about 2 k log₂(n / k) runs. State: whether runs of a look drew random numbers.
+about 2 k log₂(n / k) runs. State: whether runs of a trial drew random numbers.
 
 >>> w = nn.Parameter(torch.ones(()))
 >>> root = lambda rows: (w * rows[0]).sqrt()  # at zero its slope is infinite
@@ -26,21 +26,22 @@ from contextlib import contextmanager, nullcontext
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
 from noshuffle.clipping.layers import NotByLayer, without_gradient
 from noshuffle.clipping.objective import Batch, Loss, batch_losses, batch_size, take
-from noshuffle.clipping.products import HALF
+from noshuffle.clipping.products import HALF, rounds_convolutions
 from noshuffle.clipping.rule_check import length
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.clipping.trial_rows import finite_rows
 from noshuffle.errors import InvalidInput
 
-#: Seeds where a look compares batches of several sizes.
+#: Seeds where batches of several sizes are compared.
 FIXED = tuple(range(8))
 
 
 def new_seed() -> int:
-    """The seed of a look, which nothing in a model can know."""
+    """The seed of a check, which nothing in a model can know."""
     return secrets.randbits(62)
 
 
@@ -62,7 +63,7 @@ def with_same_rng(
             yield lambda: not all(torch.equal(g.get_state(), s) for g, s in zip(used, began))
 
 
-class LookRuns:
+class TrialRuns:
     """Losses of a model and, with `params`, their gradients, every run under the numbers of `seed`.
 
     `restores`: every run begins with the model as it is now. `has_drawn`: whether some run so far
@@ -157,3 +158,10 @@ def is_low(model: nn.Module, losses: Tensor) -> bool:
     """Whether losses are made in half precision."""
     low = any(p.dtype in HALF for p in model.parameters()) or losses.dtype in HALF
     return low or torch.is_autocast_enabled(losses.device.type)
+
+
+def convolves_by_tf32(model: nn.Module) -> bool:
+    """Whether a GPU rounds convolutions of the model, by kernels that depend on their shapes."""
+    layers = (_ConvNd, nn.RNNBase)
+    has_layers = any(isinstance(module, layers) for module in model.modules())
+    return has_layers and rounds_convolutions() and next(model.parameters()).is_cuda
