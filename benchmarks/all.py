@@ -13,7 +13,7 @@ there were any. The document is written after every section, so that a run that 
 what it has. The GPU set takes about ten minutes on an H200. Data sets are looked up in
 `$NOSHUFFLE_DATA`, else downloaded where they are offered; a row whose data is not to be had is one
 that did not finish. pfl runs in the environment of `$NOSHUFFLE_PFL_PYTHON`, if there
-is one. Accuracy tables (`adult_table`, `drama_table`, `flower_baseline`) train
+is one. Accuracy tables (`adult_table`, `flower_baseline`) train
 models for minutes to hours and are not part of it. `against.py` puts the rows of another version
 beside these.
 """
