@@ -118,7 +118,6 @@ def _trained(
             seed=seed,
         )
         found.append(round(100 * one_run.accuracy(private.model, x_test, y_test), 3))
-        private.close()
     return found
 
 

@@ -146,7 +146,6 @@ def train(
             }
         )
         form = private.why
-        private.close()
         if is_fast:
             del private
             gc.collect()  # a captured graph refers to itself, and its memory is large
