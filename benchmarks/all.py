@@ -69,7 +69,6 @@ CPU = (
         "--device cpu --rows 10000 100000 --repeat 5",
     ),
     job("Many ranks", "distributed", "--ranks 1 2", "--ranks 1 2 --rounds 4"),
-    job("Many runs at once", "many_runs", "--device cpu", "mlp --device cpu --runs 1 8 --rounds 3"),
     job(
         "Federated rounds, digits",
         "federated_speed",
@@ -129,12 +128,6 @@ GPU = (
         "lazy_noise",
         "--device cuda --rows 100000 1000000 10000000",
         "--device cuda --rows 1000000 --repeat 10",
-    ),
-    job(
-        "Many runs at once",
-        "many_runs",
-        "--device cuda --rounds 3",
-        "mlp --device cuda --runs 1 8 --rounds 3",
     ),
     job(
         "One rank by nccl",

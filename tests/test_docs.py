@@ -30,7 +30,6 @@ ALONE = (
     "docs/features.md",
     "docs/federated.md",
     "docs/lazy-noise.md",
-    "docs/studies.md",
     "docs/guides/horizons.md",
     "docs/guides/mechanism.md",
     "docs/guides/migrating.md",

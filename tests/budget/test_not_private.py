@@ -18,7 +18,6 @@ from noshuffle.budget import Budget, tune
 from noshuffle.cli import main
 from noshuffle.clipping.looks import Look
 from noshuffle.release import account
-from noshuffle.training.many import Setting, Study
 
 ROWS, STEPS, DELTA = 4, 4, 1e-5
 LOSS = nn.CrossEntropyLoss()
@@ -147,21 +146,12 @@ def test_the_command_says_so(
     assert "red: NOT PRIVATE" in (budget.folder / "budget.svg").read_text()
 
 
-def test_a_study_and_a_test_seed(budget: Budget) -> None:
-    settings = [Setting(plan=plan(), clip_norm=1.0, learning_rate=0.1, seed=k) for k in range(2)]
-    study = Study(lambda: nn.Linear(3, 2), settings, steps=STEPS, batch_size=ROWS, budget=budget)
-    x, y = torch.randn(ROWS, 3), torch.randint(2, (ROWS,))
-    study.step(x, y, ids=range(ROWS))
-    study._release.heard(nn.Linear(3, 2), Look("kind"))
-    assert not budget.not_private_runs()
-    study.step(x, y, ids=range(ROWS, 2 * ROWS))
-    study._release.heard(nn.Linear(3, 2), Look("kind", WHY))
-    assert_said(budget)
+def test_a_test_seed(budget: Budget) -> None:
     sums = ns.PrivateSum(
         plan(), clip=1.0, shape=(), budget=budget, source=noise.test_source(seed=1)
     )
     sums.close()
-    assert len(budget.not_private_runs()) == 1  # nothing was released
+    assert not budget.not_private_runs()  # nothing was released
     sums = ns.PrivateSum(
         plan(), clip=1.0, shape=(), budget=budget, source=noise.test_source(seed=1)
     )

@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tests.kills import child
 from tests.release.driver import DIVISOR, Driver, Spy, first_output, ids_of, rows_of
-from tests.release.other_drivers import Federated, Learning, SolverRun, Sparse, StudyRuns
+from tests.release.other_drivers import Federated, Learning, SolverRun, Sparse
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
@@ -137,7 +137,6 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "lazy noise": Sparse,
     "learning stream": Learning,
     "convex solver": SolverRun,
-    "study of four runs": StudyRuns,
 }
 
 

@@ -13,7 +13,6 @@ from noshuffle.errors import Unsupported
 from noshuffle.release.opening import fork
 from noshuffle.release.verify import verify
 from noshuffle.training.distributed import privatize_distributed
-from noshuffle.training.many import Setting, Study
 
 LOSS = nn.CrossEntropyLoss()
 ROWS, STEPS, BEGINS, LOOK = 6, 8, 3, 5
@@ -40,7 +39,6 @@ def _looks(monkeypatch: pytest.MonkeyPatch):
         "clipping.later_looks",
         "clipping.per_example",
         "training.compiled.programs",
-        "training.many.in_turn",
     ):
         monkeypatch.setattr(
             f"noshuffle.{where}.next_full", lambda calls: LOOK + 1 if calls < LOOK else 10**9
@@ -232,23 +230,3 @@ def test_one_of_many_ranks(tmp_path) -> None:
     finally:
         dist.destroy_process_group()
     assert verify(tmp_path / "run").answer == "NOT PRIVATE"
-
-
-@pytest.mark.parametrize("in_turn", [True, False])
-def test_a_study(monkeypatch, in_turn: bool) -> None:
-    monkeypatch.setattr("noshuffle.training.many.sum.MANY_PRODUCTS", 0)  # one by one
-    settings = [Setting(learning_rate=0.1, seed=seed, plan=plan()) for seed in (1, 2)]
-    study = Study(Late, settings, steps=STEPS, batch_size=ROWS, in_turn=in_turn)
-    for step in range(STEPS):
-        Late.is_mixing = step >= BEGINS
-        x, y, ids = rows(step)
-        told = nullcontext()
-        if step == LOOK and not in_turn:
-            told = pytest.warns(RuntimeWarning, match="apart no longer")
-        elif step == LOOK:
-            told = pytest.raises(Unsupported, match="mixes examples, found after 5 steps")
-        with told:
-            study.step(x, y, ids=ids)
-        if step == LOOK:
-            break
-    assert is_said(study.statement())
