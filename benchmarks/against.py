@@ -71,13 +71,6 @@ CPU = (
         "--task digits --only ours --repeats 1 --rounds 6 --cohort 10",
         "rounds/s",
     ),
-    Compared(
-        "many_runs",
-        "--device cpu --threads 2 --rounds 3",
-        "mlp --device cpu --runs 1 8 --rounds 2",
-        "ms a step of all",
-        names=2,
-    ),
     Compared("step_cpu", "mlp --memory", "cnn --memory", "MB"),
 )
 GPU = (
@@ -91,9 +84,6 @@ GPU = (
         "--dtype bf16 --only auto --rounds 3",
         "ms .*|GiB",
         "plain",
-    ),
-    Compared(
-        "many_runs", "--device cuda --rounds 3", "mlp --runs 1 8 --rounds 3", "ms a step.*", names=2
     ),
     Compared(
         "huggingface_gpu",

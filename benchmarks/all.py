@@ -13,7 +13,7 @@ there were any. The document is written after every section, so that a run that 
 what it has. The GPU set takes about ten minutes on an H200. Data sets are looked up in
 `$NOSHUFFLE_DATA`, else downloaded where they are offered; a row whose data is not to be had is one
 that did not finish. pfl runs in the environment of `$NOSHUFFLE_PFL_PYTHON`, if there
-is one. Accuracy tables (`adult_table`, `drama_table`, `flower_baseline`) train
+is one. Accuracy tables (`adult_table`, `flower_baseline`) train
 models for minutes to hours and are not part of it. `against.py` puts the rows of another version
 beside these.
 """
@@ -62,7 +62,6 @@ CPU = (
     ),
     job("Normals and noise", "noise_cpu", "--threads 1 2", "--numbers 1000000 --repeat 5"),
     job("Noise of a step beside peers", "noise_peers", "", "--count 1000000"),
-    job("Many runs at once", "many_runs", "--device cpu", "mlp --device cpu --runs 1 8 --rounds 3"),
     job(
         "Federated rounds, digits",
         "federated_speed",
@@ -116,12 +115,6 @@ GPU = (
         "huggingface_gpu",
         "--peers",
         "--dtypes bf16 --rounds 3",
-    ),
-    job(
-        "Many runs at once",
-        "many_runs",
-        "--device cuda --rounds 3",
-        "mlp --device cuda --runs 1 8 --rounds 3",
     ),
 )
 SETS = {"cpu": CPU, "gpu": GPU}

@@ -23,7 +23,7 @@ from tests.conftest import ENTROPY
 PLACES = {
     "opening and keys": "release/opening release/folder release/keys release/run_ noise/source",
     "guard": "release/guard release/unit release/ledger.py",
-    "clipped sum": "clipping/ training/step training/compiled federated/ convex/ training/many",
+    "clipped sum": "clipping/ training/step training/compiled federated/ convex/",
     "digest": "release/digest release/tags",
     "row of the ledger": "release/ledger_",
     "noise": "noise/",

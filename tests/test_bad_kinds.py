@@ -62,12 +62,10 @@ from noshuffle.strategies import (
 from noshuffle.strategies.fit import best, candidates, fit
 from noshuffle.strategies.workload import cooldown
 from noshuffle.training import RunFolder, fit_model
-from noshuffle.training.many import Setting, Study, joint_mu, train_many
 
 PLAN = Plan(participation=SinglePass(4), strategy=identity(), noise_multiplier=1.0)
 LIMITS = MinSeparation(8, 4, 2)
 BY_USER = Plan(participation=LIMITS, strategy=tree(), noise_multiplier=1.0, unit="user")
-RUNS = [Setting(noise_multiplier=1.0, learning_rate=0.1)]
 X = np.linspace(-1, 1, 24).reshape(8, 3)
 Y = np.arange(8) % 2
 
@@ -86,11 +84,6 @@ def server(parameters: Any = None, plan: Any = BY_USER, **more: Any) -> ServerOp
     parameters = {"w": torch.zeros(2)} if parameters is None else parameters
     settings = {"clip": 1.0, "cohort_size": 2, "optimizer_fn": sgd, **more}
     return ServerOptimizer(parameters, plan, **settings)
-
-
-def study(make: Any = lambda: nn.Linear(2, 1), runs: Any = RUNS, **more: Any) -> Study:
-    settings = {"steps": 2, "batch_size": 4, "strategy": identity(), **more}
-    return Study(make, runs, **settings)
 
 
 def simulated(**more: Any) -> Any:
@@ -198,28 +191,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "fit_model": (lambda: fit_model(nn.Linear(1, 1), [], nn.MSELoss()), "private must be"),
     "fit_model, batches": (lambda: fit_model(privatized(), 3, nn.MSELoss()), "batches must be"),
     "validate": (lambda: validate(lambda x: x), "model must be torch's Module, got function"),
-    # studies
-    "study, model": (lambda: study(lambda: 3), "what make_model returns must be torch's Module"),
-    "study, nothing to call": (lambda: study(3), "make_model must be a function, got 3"),
-    "study, settings": (lambda: study(runs=3), "settings must be a list, got int"),
-    "study, setting": (lambda: study(runs=[None]), "the setting of run 0 must be noshuffle's"),
-    "study, strategy": (lambda: study(strategy="tree"), "strategy must be noshuffle's Strategy"),
-    "study, schedule": (lambda: study(learning_rates=3), "learning_rates must be a list"),
-    "study, source": (lambda: study(source=[None]), "source must be a noshuffle.noise.Source"),
-    "study, loss": (lambda: study(loss_fn=3), "loss_fn must be a function"),
-    "study, run": (lambda: study().model(3), "run must be a whole number from 0 to 0, got 3"),
-    "study, weights": (
-        lambda: study().step(torch.zeros(4, 2), torch.zeros(4, 1), weights=[1]),
-        "weights must be torch's Tensor, got list",
-    ),
-    "train_many": (
-        lambda: train_many(lambda: nn.Linear(2, 1), None, RUNS, steps=2, batch_size=4),
-        "batches must be a list",
-    ),
-    "setting": (lambda: Setting(noise_multiplier="x", learning_rate=0.1), "noise_multiplier must"),
-    "setting, plan": (lambda: Setting(plan=3, learning_rate=0.1), "plan must be noshuffle's Plan"),
-    "joint_mu": (lambda: joint_mu([PLAN, None]), "plan 1 must be noshuffle's Plan, got NoneType"),
-    "joint_mu of one": (lambda: joint_mu(PLAN), "plans must be a list, got noshuffle's Plan"),
     # federated
     "server, parameters": (lambda: server(3), "parameters must be torch's Module or a mapping"),
     "server, a parameter": (lambda: server({"w": [1.0]}), "parameter 'w' must be torch's Tensor"),
@@ -300,8 +271,6 @@ def test_scripted_models_are_refused_in_one_line(tmp_path: Path) -> None:
     ):
         with pytest.raises(Unsupported, match=words):
             privatized(model, run=tmp_path / "run")
-        with pytest.raises(Unsupported, match=words):
-            study(lambda model=model: model)
     assert not (tmp_path / "run").exists()
 
 

@@ -36,31 +36,6 @@ def test_what_noise_is_worth_under_weights(seed: int, monkeypatch: pytest.Monkey
     assert baseline.true_multiplier(3.0, np.full(8, 7), clients=clients) == pytest.approx(3.0)
 
 
-def test_every_cell_of_the_drama_table_has_as_many_tries(monkeypatch: pytest.MonkeyPatch) -> None:
-    table = load("drama_table", monkeypatch)
-    cells = {f"{name}/{e:g}" for name in table.MECHANISMS for e in table.EPSILONS}
-    assert set(table.RATES) == {*cells, "identity/inf"}
-    assert {len(set(rates)) for rates in table.RATES.values()} == {6}
-
-
-def test_tolerated_noise_is_where_the_curve_meets_the_target(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    figure = load("drama_figure", monkeypatch)
-    level, accuracy = np.array([0.1, 0.4, 1.6]), np.array([52.0, 50.0, 46.0])
-    assert figure.tolerated(level, accuracy, 51.0) == pytest.approx(0.2)
-    assert figure.tolerated(level, accuracy, 48.0) == pytest.approx(0.8)
-    assert np.isnan(figure.tolerated(level, accuracy, 53.0))
-    table = {
-        "blt/8": {"noise": 4.0, "accuracy": [50.0, 50.2], "rate": 0.1},
-        "tree/8": {"noise": 2.0, "accuracy": [49.0, 49.0], "rate": 0.1},
-        "identity/inf": {"noise": 0.0, "accuracy": [53.0], "rate": 1.0},
-    }
-    scale = {"blt": 1.0, "tree": 4.0, "identity": 9.0}
-    found = figure.curve(table, scale, ("tree", "blt"))
-    assert np.allclose(found, [[0.04, 0.08], [50.1, 49.0]])
-
-
 @pytest.mark.parametrize("alpha", [1.0, 0.9])
 def test_noise_of_the_iterates_is_that_of_the_matrices(
     alpha: float, monkeypatch: pytest.MonkeyPatch

@@ -28,7 +28,6 @@ ALONE = (
     "docs/compiled-step.md",
     "docs/features.md",
     "docs/federated.md",
-    "docs/studies.md",
     "docs/guides/horizons.md",
     "docs/guides/mechanism.md",
     "docs/guides/migrating.md",

@@ -241,7 +241,7 @@ def stopped(released: int) -> str:
 
     A mechanism whose length its own results decide is none of the lengths that they decide
     between: what is proved for it is what was fixed beforehand (Rogers et al., NeurIPS 2016). No
-    number: forks and studies take the sentence over, and their ε is that of several runs.
+    number: forks take the sentence over, and their ε is that of several runs.
     """
     return (
         f"{_STOPPED} {released}; if one did, this run counts with ε of its whole plan, or within "

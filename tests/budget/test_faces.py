@@ -1,11 +1,10 @@
-"""Every way to a release draws on a budget: estimators and searches, solvers, servers, studies."""
+"""Every way to a release draws on a budget: estimators and searches, solvers, servers."""
 
 from __future__ import annotations
 
 import math
 import shutil
 import warnings
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,22 +13,19 @@ import pytest
 import torch
 from sklearn.base import clone
 from sklearn.model_selection import GridSearchCV, cross_val_score
-from torch import nn
 
-from noshuffle import Budget, Plan, SinglePass
+from noshuffle import Budget, Plan
 from noshuffle.accounting import gaussian
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 from noshuffle.convex.losses import logistic
 from noshuffle.convex.solvers import dp_gd, ftrl_ls, noisy_max, objective_perturbation
 from noshuffle.errors import (
     BudgetExceeded,
-    InvalidInput,
     NoshuffleError,
 )
 from noshuffle.federated import ServerOptimizer
 from noshuffle.release.repeated import RepeatedFit, sketch
 from noshuffle.rounding import up
-from noshuffle.training.many import Setting, Study
 
 DELTA = 1e-5
 
@@ -191,21 +187,3 @@ def server(budget: Budget, plan: Plan) -> ServerOptimizer:
         {"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=2, budget=budget,
         optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
     )  # fmt: skip
-
-
-def test_a_study_is_charged_for_all_its_runs(budget: Budget) -> None:
-    plan = Plan.fit(SinglePass(2), mechanism="tree", epsilon=1.0, delta=DELTA)
-    settings = [
-        Setting(clip_norm=1.0, learning_rate=rate, seed=0, plan=plan) for rate in (0.1, 0.2, 0.4)
-    ]
-    study = Study(lambda: nn.Linear(3, 2), settings, steps=2, batch_size=4, budget=budget)
-    assert math.isclose(budget.total().mu, plan.mu() * math.sqrt(3), rel_tol=1e-9)
-    with pytest.raises(InvalidInput, match="ids"):
-        study.step(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64))
-    study.step(torch.zeros(4, 3), torch.zeros(4, dtype=torch.int64), ids=np.arange(4))
-    bare = [*settings, Setting(clip_norm=1.0, learning_rate=0.1, seed=0, noise_multiplier=0.0)]
-    with pytest.raises(InvalidInput, match="plan in every setting"):
-        Study(lambda: nn.Linear(3, 2), bare, steps=2, batch_size=4, budget=budget)
-    naked = [replace(settings[0], plan=replace(plan, noise_multiplier=0.0))]
-    with pytest.raises(BudgetExceeded, match="name it"):
-        Study(lambda: nn.Linear(3, 2), naked, steps=2, batch_size=4, budget=budget)

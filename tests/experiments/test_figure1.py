@@ -6,7 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 
@@ -73,10 +72,6 @@ def test_figures_of_every_run_are_kept(results: dict[str, Any]) -> None:
     plan = fitted.plan("tree", epochs=2, per_epoch=56, epsilon=2.0, delta=1e-5, rate=1 / 56)
     assert run["noise_multiplier"] == plan.noise_multiplier
     assert run["noise_rms"] == fitted.predicted(plan)
-    assert final["together"] == ""
-    stated = results["mnist/amplified/final/0-0"]["together"]  # one run
-    one = Plan(participation=Poisson(112, 1 / 56), strategy=identity(), noise_multiplier=1.0)
-    assert stated == one.statement().headline()
     assert results["mnist/tree/search/0"]["rows"] == 1000
     points = accuracy.curve(results, "mnist", "tree")
     assert [len(point.values) for point in points.values()] == [2, 2]
@@ -105,21 +100,6 @@ def test_a_search_sees_no_test_rows() -> None:
     assert torch.equal(search.x, final.x[:1000])
     assert torch.equal(search.scored[0], final.x[1000:1400])
     assert len(final.scored[0]) == 360
-
-
-def test_secret_draws_are_padded_with_weight_zero() -> None:
-    task = next(iter(groups(SETTINGS))).task
-    rows = train_lines.StudyRows(task, Request(settings=SETTINGS), is_search=False)
-    draws = [np.array([3, 5, 900]), np.arange(10), np.arange(0)]
-    for size in (8, 0):
-        found = list(train_lines.drawn(rows, draws, size=size))
-        for own, (x, y, weights, ids) in zip(draws, found, strict=True):
-            assert weights is not None
-            assert ids is not None
-            assert len(x) == len(weights) == len(ids) == max(size, len(own))  # none is cut
-            assert ids[weights.numpy() > 0].tolist() == own.tolist()
-            assert torch.equal(x[: len(own)], rows.x[own])
-            assert torch.equal(y, rows.y[ids])
 
 
 @pytest.mark.parametrize("kind", ["cyclic", "bins"])
@@ -214,15 +194,6 @@ def test_lines_are_fitted_to_their_own_momentum() -> None:
     assert felt[0.97, 0.97] < 0.95 * felt[0.9, 0.9]
 
 
-def test_what_ships_is_fitted_beforehand() -> None:
-    kept = fitted._kept()["noise"]
-    before = len(kept)
-    for name in ("figure1", "sampling"):
-        for quick in (True, False):
-            list(accuracy.needed_fits(shipped(name, quick=quick), accuracy.ROWS))
-    assert len(kept) == before
-
-
 @pytest.mark.parametrize(
     ("more", "numbers"),
     [({"features": "scattering", "model": "softmax"}, 81 * 4), ({"augment": 2}, 64)],
@@ -238,7 +209,6 @@ def test_tasks_with_features_and_copies(more: dict[str, Any], numbers: int) -> N
         task, line, [(0.0, 0.05, 0)], Request(settings=settings), is_search=True
     )
     assert 0.1 < found["runs"][0]["accuracy"] <= 1.0
-    assert found["form"].startswith("stacked") != ("augment" in more)
 
 
 def test_recipes_are_chosen_by_held_out_rows() -> None:

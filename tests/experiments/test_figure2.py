@@ -8,14 +8,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
-from torch import nn
 
 from noshuffle.errors import InvalidInput
 from noshuffle.experiments import figure2
 from noshuffle.experiments.figure import DIFFERS, HOLDS, NOT_TESTED, Request, shipped
 from noshuffle.experiments.figure2_view import at_epsilon, curve
-from noshuffle.federated.many import accuracies
 from noshuffle.federated.tasks import load_task, without_validation
 from noshuffle.strategies import identity
 
@@ -154,13 +151,3 @@ def test_tasks_join_where_their_files_are(tmp_path: Path, monkeypatch: pytest.Mo
     (tmp_path / "shakespeare_roles.jsonl.gz").touch()
     (tmp_path / "stackoverflow.word_count").touch()
     assert heads() == ["german_drama", "shakespeare", "stackoverflow"]
-
-
-def test_accuracies_of_images_and_of_text_count_alike() -> None:
-    torch.manual_seed(0)
-    model, x, y = nn.Linear(3, 4), torch.randn(10, 3), torch.arange(10) % 4
-    both = {name: torch.stack([p, -p]).detach() for name, p in model.named_parameters()}
-    loss, right = accuracies(model, both, x, y, at_once=7)
-    assert float(right[0]) == pytest.approx(float((model(x).argmax(1) == y).float().mean()))
-    expected = nn.functional.cross_entropy(-model(x), y)
-    assert float(loss[1]) == pytest.approx(float(expected), rel=1e-5)

@@ -20,10 +20,11 @@ from noshuffle.datasets.text import ENGLISH, GERMAN, encode
 from noshuffle.errors import DataUnavailable, InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated import tasks as tasks_module
+from noshuffle.federated.char_models import build
 from noshuffle.federated.clients import NO_TARGET
-from noshuffle.federated.many import FederatedSetting, admitted_cohorts, train_many
 from noshuffle.federated.simulate import RoundProgress, evaluate, in_random_order, in_stream_order
 from noshuffle.federated.tasks import FederatedTask, load_task, windows
+from noshuffle.federated.vectorised import can_vectorise
 from noshuffle.noise import test_source as a_source
 from noshuffle.release.verify import verify
 from noshuffle.training.models import CharLSTM
@@ -190,6 +191,34 @@ def test_german_roles(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unknown < 1e-3
 
 
+def test_places_of_many_users() -> None:
+    task = a_task()
+    users = list(reversed(task.users))
+    assert task.places(iter(users)).tolist() == [task.place(user) for user in users]
+    with pytest.raises(InvalidInput, match="has no user 'nobody'"):
+        task.places([users[0], "nobody"])
+
+
+def test_transformer_is_causal_and_can_be_stacked() -> None:
+    torch.manual_seed(0)
+    model = build("char_transformer", classes=9, length=12)
+    assert can_vectorise(model)
+    x = torch.randint(0, 9, (2, 12))
+    before = model(x)
+    assert before.shape == (2, 9, 12)
+    for t in range(12):
+        other = x.clone()
+        other[:, t] = (x[:, t] + 1) % 9
+        is_same = (model(other) - before).abs().amax((0, 1)) < 1e-6
+        assert is_same[:t].all()
+        assert not is_same[t]
+    assert type(build("char_lstm", classes=9, length=12)) is CharLSTM
+    with pytest.raises(InvalidInput, match="model must be one of"):
+        build("gpt", classes=9, length=12)
+    with pytest.raises(InvalidInput, match="12 characters at most"):
+        model(torch.zeros(1, 13, dtype=torch.int64))
+
+
 def test_unknown_names(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("NOSHUFFLE_DATA", raising=False)
     with pytest.raises(DataUnavailable, match="NOSHUFFLE_DATA"):
@@ -251,24 +280,6 @@ def test_features_in_floating_point_reach_the_model_as_they_are(kind: str, vecto
         check_ins=in_random_order(task.users, seed=1),
     )  # fmt: skip
     assert evaluate(a_model(), result.parameters, task)[1] > 0.9
-    assert simulate_stacked(task) > 0.9
-
-
-def simulate_stacked(task: FederatedTask) -> float:
-    """The same task in a study of one run."""
-    one = FederatedSetting(
-        mechanism="blt", cohorts="all", noise_multiplier=0.0, server_rate=1.0, client_rate=0.5,
-        momentum=0.5,
-    )  # fmt: skip
-    order = in_random_order(task.users, seed=1)
-    rule = MinSeparation(12, 3, 3)
-    params = train_many(
-        a_model, task, [one], rounds=12, cohort_size=8,
-        cohorts={"all": admitted_cohorts(rule, task, size=8, check_ins=order)},
-        strategies={"blt": a_plan(0.3, 12).strategy},
-        local=LocalTraining(learning_rate=0.5, steps=2, batch_size=3),
-    )  # fmt: skip
-    return evaluate(a_model(), {name: value[0] for name, value in params.items()}, task)[1]
 
 
 @pytest.mark.parametrize(

@@ -110,14 +110,6 @@ DRIVERS = (
         "P4",
     ),
     Mutant(
-        "masks of a study are drawn from a public seed",
-        "training/many/release.py",
-        "if group.release.mask_key(step):",
-        "if False:",
-        ("tests/training/many/test_models.py::test_masks_are_secret",),
-        "P4",
-    ),
-    Mutant(
         "an augmentation may mix rows",
         "training/augment.py",
         "if not torch.allclose(found, truth[stays], 1e-3, 1e-5, equal_nan=True):",

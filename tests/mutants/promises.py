@@ -214,14 +214,6 @@ PROMISES = (
         "P3",
     ),
     Mutant(
-        "runs of a study are stated as if there were one",
-        "training/many/release.py",
-        "_unit_noise(joint_multiplier([multipliers[run] for run in runs]))",
-        "_unit_noise(max(multipliers[run] for run in runs))",
-        ("tests/training/many/test_study.py",),
-        "accounting",
-    ),
-    Mutant(
         "losses are not tried with other rows",
         "training/passes.py",
         "found, doubts = coupling(trace, loss, gradient)",

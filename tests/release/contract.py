@@ -18,7 +18,7 @@ import numpy as np
 import torch
 from tests.kills import child
 from tests.release.driver import DIVISOR, Driver, Spy, first_output, ids_of, rows_of
-from tests.release.other_drivers import Federated, Learning, SolverRun, StudyRuns
+from tests.release.other_drivers import Federated, Learning, SolverRun
 from torch import nn
 
 from noshuffle.clipping import Ghost, PerExample
@@ -121,7 +121,6 @@ DRIVERS: dict[str, Callable[[], Driver]] = {
     "federated server": Federated,
     "learning stream": Learning,
     "convex solver": SolverRun,
-    "study of four runs": StudyRuns,
 }
 
 

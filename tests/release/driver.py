@@ -65,10 +65,6 @@ class Driver:
         """The plan that this driver takes in the place of one."""
         return plan
 
-    def stated(self, plan: Plan) -> Plan:
-        """The plan whose ε it states."""
-        return plan
-
     def evidence(self, folder: Path) -> Path:
         """Where in its folder the run folder is."""
         return folder

@@ -10,8 +10,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 import torch
-from tests.release.driver import DIVISOR, Driver, Spy, first_output
-from torch import nn
+from tests.release.driver import DIVISOR, Driver, Spy
 
 from noshuffle.convex.losses import hinge
 from noshuffle.convex.phases import Phase, PhaseBudget, make_phase
@@ -23,7 +22,6 @@ from noshuffle.federated import Rounds, ServerOptimizer
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
 from noshuffle.release.release import Release
-from noshuffle.training.many import Setting, Study
 
 #: Rows of a step.
 UNITS = 4
@@ -227,59 +225,3 @@ class SolverRun(Driver):
         assert found.iterates is not None
         played = np.vstack([found.iterates, found.weights])
         return list(-np.diff(played, axis=0) * self.pull)
-
-
-class StudyRuns(Driver):
-    """Four runs at once, of which the last is looked at: together they cost √4 times its μ."""
-
-    absent: ClassVar = {
-        "replay": "a study lives in memory and cannot be resumed",
-        "first_save": "a study keeps no folder",
-        "copy": "a study keeps no folder",
-        "kill": "a study keeps no folder",
-        "kill_thirty_times": "a study keeps no folder",
-        "secret_positions": "a study keeps no folder",
-    }
-    has_folder = False
-    runs = 4
-
-    def stated(self, plan: Plan) -> Plan:
-        return replace(plan, noise_multiplier=plan.noise_multiplier / 2)
-
-    def build(self, folder: Path | None, plan: Plan, source: Source | None, width: int) -> None:
-        def at_zero() -> nn.Module:
-            model = nn.Linear(width, 1, bias=False)
-            nn.init.zeros_(model.weight)
-            return model
-
-        self.run = Study(
-            at_zero,
-            [Setting(plan=plan, learning_rate=1.0, momentum=0.0)] * self.runs,
-            steps=plan.steps,
-            batch_size=DIVISOR,
-            loss_fn=first_output,
-            source=source,
-        )
-        self.engine, inner = Spy(None), self.run._sum
-
-        def counted(*given: Any) -> Any:
-            self.engine.calls += 1
-            return inner(*given)
-
-        self.run._sum = counted  # type: ignore[method-assign]
-
-    @property
-    def at(self) -> int:
-        return int(self.run.done)
-
-    released = at
-
-    def step(self, rows: np.ndarray, ids: Any) -> np.ndarray:
-        before = self.run.params["weight"][-1].clone()
-        x = torch.from_numpy(rows).float()
-        self.run.step(x, torch.zeros(len(x)), ids=ids)
-        change = before - self.run.params["weight"][-1]
-        return change.detach().double().numpy().ravel() * DIVISOR
-
-    def epsilon(self) -> float:
-        return float(self.run.statement().epsilon)

@@ -179,7 +179,7 @@ def test_nan(name: str, bad: float) -> None:
 def test_epsilon(name: str, tmp_path: Path) -> None:
     """ε of every prefix: the plan's, the run's, the statement's and the verdict's are one."""
     driver = driver_of(name, tmp_path / "run", plan_of(tree("full")))
-    plan = driver.stated(driver.fit(plan_of(tree("full"))))
+    plan = driver.fit(plan_of(tree("full")))
     run = driver.evidence(tmp_path / "run")
     for steps in range(1, STEPS + 1):
         go(driver, 1)

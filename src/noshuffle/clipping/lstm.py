@@ -24,8 +24,6 @@ import torch
 from torch import Tensor
 
 Gates = tuple[Tensor, Tensor, Tensor, Tensor]
-#: (projected input, h Uᵀ, c) → (h, c, gates in one tensor)
-StepFn = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Tensor]]
 #: (t, dh, dc) → (gradient of the raw gates, dc of the step before)
 BackFn = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
@@ -45,7 +43,7 @@ def step(projected: Tensor, recurrent: Tensor, c: Tensor) -> tuple[Tensor, Tenso
 
 
 def forward(
-    projected: Sequence[Tensor], u: Tensor, *, step_fn: StepFn = step
+    projected: Sequence[Tensor], u: Tensor
 ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
     """States, cells and gates at every time, from zero.
 
@@ -55,7 +53,7 @@ def forward(
     across = u.transpose(-1, -2)
     states, cells, gates = [], [], []
     for at in projected:
-        h, c, gate = step_fn(at, h @ across, c)
+        h, c, gate = step(at, h @ across, c)
         states.append(h)
         cells.append(c)
         gates.append(gate)

@@ -6,8 +6,7 @@
     TASK/LINE/final/t-i   test accuracy per ε and trial, at the chosen rate
     TASK/LINE/choice/t-i  the same on held-out training rows: what chooses among lines
 
-`python -m noshuffle.experiments.accuracy FIGURE …` fits what these cells need into the file that
-ships. No state.
+No state.
 
 >>> grid = {1.0: {0.1: 0.5, 0.2: 0.6}, 16.0: {0.4: 0.8, 0.8: 0.9}}
 >>> [round(chosen_rate(grid, epsilon), 3) for epsilon in (1.0, 4.0, 16.0, 99.0)]
@@ -17,7 +16,6 @@ ships. No state.
 from __future__ import annotations
 
 import math
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -25,8 +23,7 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.experiments import fitted
-from noshuffle.experiments.figure import Cell, Request, Results, deviation, shipped
+from noshuffle.experiments.figure import Cell, Request, Results, deviation
 from noshuffle.experiments.lines import Group, StudyLine, StudyTask, groups
 
 Grid = Mapping[float, Mapping[float, float]]
@@ -261,32 +258,3 @@ def _best(options: Mapping[tuple[str, str], _Option]) -> tuple[str, str]:
     means = {key: one.choice for key, one in options.items() if one.choice is not None}
     scores = means if len(means) == len(options) else {k: o.searched for k, o in options.items()}
     return max(scores, key=lambda key: scores[key])
-
-
-def needed_fits(settings: Mapping[str, Any], rows: Mapping[str, int]) -> Iterator[str]:
-    """Fit strategies and noise of every cell; the names of what was fitted."""
-    for group in groups(settings):
-        task = group.task
-        for line in (one for one in group.lines if one.fit):
-            whole = task.rows or rows[task.stands_in or task.data]
-            searched = () if group.rates_of else group.search or task.search
-            part = whole - task.held_out
-            trained = part if group.by_held_out else whole
-            for size, epsilons in ((part, searched), (trained, group.epsilons)):
-                epochs, per_epoch = task.layout(size, line.times)
-                rate = task.batch * line.times / size
-                for epsilon in epsilons:
-                    how: dict[str, Any] = {"epochs": epochs, "per_epoch": per_epoch, "rate": rate}
-                    how |= {"epsilon": epsilon, "delta": settings["delta"]}
-                    z = fitted.plan(line.fit_at(epsilon), **how).noise_multiplier
-                    yield f"{task.name}/{line.name} {epochs}x{per_epoch} ε={epsilon:g}: {z:.3f}"
-
-
-ROWS = {"mnist": 60_000, "fashion_mnist": 60_000, "cifar10": 50_000}
-
-if __name__ == "__main__":
-    for figure in sys.argv[1:]:
-        for is_quick in (True, False):
-            for line_fitted in needed_fits(shipped(figure, quick=is_quick), ROWS):
-                print(line_fitted, flush=True)
-            fitted.save()

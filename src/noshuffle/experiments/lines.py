@@ -37,7 +37,6 @@ class StudyTask:
     rows: int | None = None
     stands_in: str = ""
     half: bool = False
-    in_turn: bool = False
     #: Rates that are searched, as factors of the middle; those of the figure if there are none.
     factors: tuple[float, ...] = ()
     #: Fixed features that stand for the images, a name of `noshuffle.features`; none if empty.

@@ -14,7 +14,7 @@ noise and tells what an order costs an optimizer anyway.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
@@ -28,7 +28,6 @@ from noshuffle.strategies import identity
 
 if TYPE_CHECKING:
     from noshuffle.datasets.record import DataSet
-    from noshuffle.training.many import Setting
 
 Rows = np.ndarray[Any, np.dtype[np.int64]]
 #: The seed of the one permutation of "shuffled once"; public.
@@ -91,65 +90,39 @@ def _plan(settings: Mapping[str, Any], name: str, rows: int) -> Plan:
 
 
 def _trained(
-    settings: Mapping[str, Any], device: str, order: str, rows: Rows, runs: Sequence[Setting],
-    x_test: Any, y_test: Any,
+    settings: Mapping[str, Any], device: str, order: str, rows: Rows,
+    runs: Sequence[tuple[Plan, float, int]], x_test: Any, y_test: Any,
 ) -> list[float]:  # fmt: skip
-    """Accuracy in % of every run, all trained side by side on the same batches."""
-    import torch
-
+    """Accuracy in % of every run (plan, rate and seed) on these rows in this order."""
+    from noshuffle.experiments import one_run
     from noshuffle.strategies.workload import cooldown
     from noshuffle.training import models
-    from noshuffle.training.many import Study
 
-    data, size = _data(settings["data"]), settings["batch_size"]
-    steps = settings["epochs"] * (len(rows) // size)
-    study = Study(
-        lambda: models.build(settings["model"], data.shape, data.classes),
-        runs,
-        steps=steps,
-        batch_size=size,
-        strategy=identity(),
-        learning_rates=cooldown(steps),
-        device=device,
+    data = _data(settings["data"])
+    x, y, x_test, y_test = (
+        part.to(device) for part in (data.x_train, data.y_train, x_test, y_test)
     )
-    x, y = data.x_train.to(device), data.y_train.to(device)
-    for batch in _batches(order, data, rows, size=size, epochs=settings["epochs"]):
-        at = torch.from_numpy(batch).to(device)
-        study.step(x[at], y[at], ids=None if order == "sampled" else batch)
-    return [round(100 * a, 3) for a in study.accuracies(x_test, y_test).tolist()]
-
-
-def _batches(order: str, data: DataSet, rows: Rows, *, size: int, epochs: int) -> Iterable[Rows]:
-    steps = len(rows) // size
-    if order == "sampled":
-        from noshuffle.noise import new_key
-        from noshuffle.release.sampler_kinds import PoissonSampler
-
-        sampler = PoissonSampler(
-            Poisson(epochs * steps, size / len(rows)), len(rows), key=new_key()
+    rows, found = arranged(order, data, rows), []
+    for plan, rate, seed in runs:
+        private = one_run.train(
+            lambda: models.build(settings["model"], data.shape, data.classes),
+            plan,
+            x,
+            y,
+            rows,
+            batch_size=settings["batch_size"],
+            clip_norm=settings["clip_norm"],
+            learning_rate=rate,
+            momentum=settings["momentum"],
+            learning_rates=cooldown(plan.steps),
+            seed=seed,
         )
-        return (rows[draw] for draw in sampler)
-    kept = arranged(order, data, rows)[: steps * size]
-    return (batch for _ in range(epochs) for batch in np.split(kept, steps))
+        found.append(round(100 * one_run.accuracy(private.model, x_test, y_test), 3))
+    return found
 
 
 def _names(settings: Mapping[str, Any], order: str) -> list[str]:
     return ["sampled"] if order == "sampled" else settings["mechanisms"]
-
-
-def _setting(settings: Mapping[str, Any], plan: Plan, rate: float, *, seed: int = 0) -> Setting:
-    """One run; sampled batches come from a sampler, so a study cannot check them against a plan."""
-    from noshuffle.training.many import Setting
-
-    is_sampled = plan.participation.is_sampled
-    given: dict[str, Any] = {"noise_multiplier": plan.noise_multiplier} if is_sampled else {}
-    return Setting(
-        **given or {"plan": plan},
-        learning_rate=rate,
-        momentum=settings["momentum"],
-        clip_norm=settings["clip_norm"],
-        seed=seed,
-    )
 
 
 def _search(
@@ -160,7 +133,7 @@ def _search(
     cut = len(data) * 9 // 10
     plans = {name: _plan(settings, name, cut) for name in _names(settings, order)}
     grid = [(name, rate) for name in plans for rate in settings["rates"]]
-    runs = [_setting(settings, plans[name], rate) for name, rate in grid]
+    runs = [(plans[name], rate, 0) for name, rate in grid]
     held = data.x_train[cut:], data.y_train[cut:]
     found = _trained(settings, device, order, np.arange(cut), runs, *held)
     out: dict[str, dict[str, float]] = {}
@@ -177,7 +150,7 @@ def _final(
     chosen = {n: float(max(tried, key=tried.__getitem__)) for n, tried in searched.items()}
     plans = {name: _plan(settings, name, len(data)) for name in chosen}
     grid = [(name, seed) for name in chosen for seed in range(1, trials + 1)]
-    runs = [_setting(settings, plans[name], chosen[name], seed=seed) for name, seed in grid]
+    runs = [(plans[name], chosen[name], seed) for name, seed in grid]
     rows = np.arange(len(data))
     found = _trained(settings, device, order, rows, runs, data.x_test, data.y_test)
     return {

@@ -1,15 +1,12 @@
-"""Train the runs of one cell side by side: one line of a task, several ε, rates or trials.
+"""Train the runs of one cell one after the other: a line of a task, several ε, rates or trials.
 
-    order    rows of the file, pass after pass, in one order; sampled lines: the secret draws of the
-             study's release, which refuses any other batch
+    order    rows of the file, pass after pass, in one order; sampled lines: secret draws of the run
     noise    that of `fitted` for the line's participation at ε; none, and no clip, if not private
     scores   accuracy of the last iterate, and of the average of iterates (decay 0.99), on rows that
              were not trained on: held-out training rows in a search, test rows in the end
 
-Guarantees: each run by itself is private with its ε: the rows come as its participation says, by
-construction; sampled ones are checked, and the record says what the runs of one strategy cost
-`together`. What all cells cost, and choosing among them, is not counted (docs/studies.md).
-State: the data on the device.
+Guarantees: each run by itself is private with its ε (`one_run`). What all of them cost together,
+and choosing among them, is not counted. State: the data on the device.
 """
 
 from __future__ import annotations
@@ -17,33 +14,29 @@ from __future__ import annotations
 import gc
 import hashlib
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor, nn
 
 from noshuffle.datasets import load
 from noshuffle.errors import DataUnavailable, InvalidInput
-from noshuffle.experiments import fitted
+from noshuffle.experiments import fitted, one_run
 from noshuffle.experiments.figure import Request
 from noshuffle.experiments.lines import StudyLine, StudyTask
 from noshuffle.experiments.runner import to_stderr
 from noshuffle.features import fixed
-from noshuffle.release.unit_ids import Ids
+from noshuffle.participation import Epochs
+from noshuffle.plan import Plan
 from noshuffle.strategies import identity
 from noshuffle.strategies.workload import cooldown
-from noshuffle.training.augment import Augment, mean_over_copies
-from noshuffle.training.many import Setting, Study, accuracies
 from noshuffle.training.models import build
 
 DECAY = 0.99
 #: Rows whose features are told of by a digest.
 DIGESTED = 100
-#: Inputs, targets, weights of rows (0: padding), and ids where they are checked.
-StudyBatch = tuple[Tensor, Tensor, Tensor | None, Ids | None]
 #: Clip norm of runs without privacy.
 UNCLIPPED = 1e6
 
@@ -98,88 +91,67 @@ def train(
 ) -> dict[str, Any]:
     """Train (ε, learning rate, trial) for every run; scores and how they were made, as JSON."""
     began, settings = time.perf_counter(), asked.settings
-    names = list(dict.fromkeys(line.fit_at(epsilon) for epsilon, *_ in runs))
-    if len(names) > 1:  # a strategy for every ε: one study each
-        parts = [[run for run in runs if line.fit_at(run[0]) == name] for name in names]
-        found = [train(task, line, part, asked, is_search=is_search) for part in parts]
-        together = {"runs": [run for one in found for run in one["runs"]]}
-        for key in ("strategy", "together"):
-            together[key] = [one[key] for one in found]
-        return {**found[0], **together, "seconds": round(time.perf_counter() - began, 2)}
     rows = StudyRows(task, asked, is_search=is_search)
     epochs, per_epoch = task.layout(len(rows.x), line.times)
     steps, batch = epochs * per_epoch, task.batch * line.times
     seed = settings["search_seed"] if is_search else settings["first_seed"]
-    share = batch / len(rows.x)
-    how = {"epochs": epochs, "per_epoch": per_epoch, "delta": settings["delta"], "rate": share}
-    plans = [fitted.plan(names[0], **how, epsilon=e) if line.fit else None for e, *_ in runs]
-    strategy = plans[0].strategy if plans[0] else identity()
-    levels = [plan.noise_multiplier if plan else 0.0 for plan in plans]
-    made = [
-        Setting(
-            plan=plan if line.is_sampled else None,
-            noise_multiplier=None if line.is_sampled else z,
-            learning_rate=rate,
-            momentum=line.momentum,
-            clip_norm=settings["clip_norm"] if line.fit else UNCLIPPED,
-            seed=seed + trial,
-        )
-        for plan, z, (_, rate, trial) in zip(plans, levels, runs)
-    ]
     is_fast = asked.device.startswith("cuda")
     if is_fast:
         torch.backends.cudnn.benchmark = True
-        torch.backends.cudnn.allow_tf32 = not task.half  # forms are compared in full precision
-    augment = Augment(copies=task.augment) if task.augment else None
-    loss_fn = nn.CrossEntropyLoss()
-    chosen = Study(
-        lambda: build(task.model, rows.shape, rows.classes),
-        made,
-        steps=steps,
-        batch_size=batch,
-        strategy=strategy,
-        loss_fn=loss_fn if augment is None else mean_over_copies(loss_fn),
-        learning_rates=cooldown(steps, last=settings["cooldown"]),
-        device=asked.device,
-        in_turn=task.in_turn and is_fast,
-        half=task.half and is_fast,
-    )
-    batches = in_order(rows, steps=steps, batch=batch)
-    if line.is_sampled:
-        size = int(batch + settings["room"] * batch**0.5) // 8 * 8 + 8 if is_fast else 0
-        batches = drawn(rows, chosen.sampler(len(rows.x)), size=size)
-    average = {name: value.clone() for name, value in chosen.params.items()}
-    for place, (x, y, weights, ids) in enumerate(batches):
-        chosen.step(x if augment is None else augment(x), y, weights=weights, ids=ids)
-        decay = min(DECAY, place / (place + 10))
-        torch._foreach_lerp_(list(average.values()), list(chosen.params.values()), 1.0 - decay)
-    network = chosen._chosen()
-    last, mean = (
-        accuracies(network, params, *rows.scored, chunk=1000).cpu().tolist()
-        for params in (chosen.params, average)
-    )
-    why, fallbacks = chosen.why, chosen.fallbacks
-    said = chosen.statement().headline() if line.is_sampled else ""
-    del chosen, network, average
-    gc.collect()  # a captured graph refers to itself, and its memory is large
-    if is_fast:
-        torch.cuda.empty_cache()
-    return {
-        "runs": [
+    told, form = [], ""
+    for epsilon, rate, trial in runs:
+        plan = Plan(
+            participation=Epochs(epochs, per_epoch), strategy=identity(), noise_multiplier=0.0
+        )
+        if line.fit:
+            plan = fitted.plan(
+                line.fit_at(epsilon),
+                epochs=epochs,
+                per_epoch=per_epoch,
+                epsilon=epsilon,
+                delta=settings["delta"],
+                rate=batch / len(rows.x),
+            )
+        private = one_run.train(
+            lambda: build(task.model, rows.shape, rows.classes),
+            plan,
+            rows.x,
+            rows.y,
+            np.arange(len(rows.x)),
+            batch_size=batch,
+            clip_norm=settings["clip_norm"] if line.fit else UNCLIPPED,
+            learning_rate=rate,
+            momentum=line.momentum,
+            learning_rates=cooldown(steps, last=settings["cooldown"]),
+            seed=seed + trial,
+            augment=task.augment or None,
+            average=DECAY,
+            half=task.half and is_fast,
+        )
+        assert private.average is not None
+        last = one_run.accuracy(private.model, *rows.scored)
+        with private.average.in_place():
+            averaged = one_run.accuracy(private.model, *rows.scored)
+        told.append(
             {
                 "epsilon": epsilon,
                 "learning_rate": rate,
                 "trial": trial,
                 "seed": seed + trial,
-                "noise_multiplier": z,
-                "noise_rms": fitted.predicted(plan, momentum=line.momentum) if plan else 0.0,
-                "accuracy": found,
+                "strategy": plan.strategy.words(),
+                "noise_multiplier": plan.noise_multiplier,
+                "noise_rms": fitted.predicted(plan, momentum=line.momentum) if line.fit else 0.0,
+                "accuracy": last,
                 "averaged": averaged,
             }
-            for (epsilon, rate, trial), plan, z, found, averaged in zip(
-                runs, plans, levels, last, mean
-            )
-        ],
+        )
+        form = private.why
+        if is_fast:
+            del private
+            gc.collect()  # a captured graph refers to itself, and its memory is large
+            torch.cuda.empty_cache()
+    return {
+        "runs": told,
         "title": task.title,
         "data": rows.name,
         "features": rows.features,
@@ -188,26 +160,6 @@ def train(
         "batch": batch,
         "epochs": epochs,
         "delta": settings["delta"],
-        "strategy": strategy.words(),
-        "together": said,
-        "form": why,
-        "fallbacks": fallbacks,
+        "form": form,
         "seconds": round(time.perf_counter() - began, 2),
     }
-
-
-def in_order(rows: StudyRows, *, steps: int, batch: int) -> Iterator[StudyBatch]:
-    """Batches in the order of the file, pass after pass; a rest that fills none is left out."""
-    usable = len(rows.x) // batch * batch
-    for step in range(steps):
-        begin = step * batch % usable
-        yield rows.x[begin : begin + batch], rows.y[begin : begin + batch], None, None
-
-
-def drawn(rows: StudyRows, draws: Iterable[Ids], *, size: int) -> Iterator[StudyBatch]:
-    """Secret draws, padded to `size` with rows of weight 0: graphs have one size."""
-    for chosen in draws:
-        padded = np.pad(chosen, (0, max(0, size - len(chosen))))
-        index = torch.from_numpy(padded).to(rows.x.device)
-        weights = torch.arange(len(padded), device=rows.x.device) < len(chosen)
-        yield rows.x[index], rows.y[index], weights.float(), padded

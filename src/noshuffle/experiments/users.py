@@ -8,7 +8,7 @@ is what a model feels of the noise multiplier z on its iterates; `felt` is that 
     scores     test accuracy in % and loss of every run
 
 Settings are those of `settings/figure2.toml`. Each run by itself is private with its ε; what all of
-a study cost together is not counted (docs/studies.md). State: the task that was loaded last.
+a study cost together is not counted. State: the task that was loaded last.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -103,30 +103,15 @@ def without_validation_users(name: str) -> FederatedTask:
     return without_validation(user_task(name))
 
 
-def cohorts_of(name: str, task: FederatedTask, settings: Settings, size: int, seed: int) -> Any:
-    """Who takes part in every round."""
-    from noshuffle.noise import new_key
-    from noshuffle.release.sampler_kinds import PoissonSampler
-
+def _allowed(name: str, task: FederatedTask, settings: Settings, *, size: int) -> Participation:
+    """When users of this task may take part."""
     if name == "sampled":
-        part = Poisson(settings["rounds"], min(1.0, size / len(task)))
-        sampler = PoissonSampler(part, len(task), key=new_key())
-        return [sampler.draw(step) for step in range(settings["rounds"])]
+        return Poisson(settings["rounds"], min(1.0, size / len(task)))
     rule = limits(settings, population=len(task), cohort=size)
     everybody = user_task(settings["task"])
     if len(task) < len(everybody):  # the search has fewer users and promises nothing
         rule = MinSeparation(rule.steps, max(1, len(task) // size), rule.steps)
-    return _admitted(task, rule, size, seed)
-
-
-@lru_cache(maxsize=8)
-def _admitted(task: FederatedTask, rule: MinSeparation, size: int, seed: int) -> Any:
-    """The same for all mechanisms."""
-    from noshuffle.federated import many
-    from noshuffle.federated.simulate import in_random_order
-
-    order = in_random_order(task.users, seed=seed)
-    return many.admitted_cohorts(rule, task, size=size, check_ins=order)
+    return rule
 
 
 def train_users(
@@ -136,9 +121,10 @@ def train_users(
     """Test accuracy in % and loss of every run: noise multipliers and server rates."""
     import torch
 
-    from noshuffle.federated import many
+    from noshuffle.experiments import user_runs
+    from noshuffle.federated import LocalTraining, ServerOptimizer
     from noshuffle.federated.char_models import NAMES, build
-    from noshuffle.federated.clients import LocalTraining
+    from noshuffle.federated.simulate import evaluate
     from noshuffle.federated.word_models import WordLSTM
     from noshuffle.strategies.workload import cooldown
     from noshuffle.training import models
@@ -146,26 +132,39 @@ def train_users(
     torch.backends.cuda.matmul.allow_tf32 = True
 
     def make() -> Any:
-        if settings["model"] == "word_lstm":
-            return WordLSTM(task.classes)
-        if settings["model"] in NAMES:
-            return build(settings["model"], classes=task.classes, length=task.shape[0])
-        return models.build(settings["model"], task.shape, task.classes)
+        with torch.random.fork_rng():
+            torch.manual_seed(seed)
+            if settings["model"] == "word_lstm":
+                return WordLSTM(task.classes).to(device)
+            if settings["model"] in NAMES:
+                made = build(settings["model"], classes=task.classes, length=task.shape[0])
+                return made.to(device)
+            return models.build(settings["model"], task.shape, task.classes).to(device)
 
-    given = {key: settings[key] for key in ("client_rate", "clip_norm", "momentum")}
-    params = many.train_many(
-        make, task,
-        [many.FederatedSetting(mechanism=name, cohorts="all", noise_multiplier=z, server_rate=rate,
-                               seed=seed, **given) for z, rate in runs],
-        cohorts={"all": cohorts_of(name, task, settings, size, seed)}, strategies={name: strategy},
-        rounds=settings["rounds"], cohort_size=size, device=device,
+    part = _allowed(name, task, settings, size=size)
+    servers = [
+        ServerOptimizer(
+            make(),
+            Plan(participation=part, strategy=strategy, noise_multiplier=z,
+                 delta=settings["delta"], unit="user"),
+            clip=settings["clip_norm"],
+            cohort_size=size,
+            optimizer_fn=partial(torch.optim.SGD, lr=rate, momentum=settings["momentum"]),
+        )
+        for z, rate in runs
+    ]  # fmt: skip
+    user_runs.train(
+        make(),
+        servers,
+        task,
+        local=LocalTraining(
+            learning_rate=settings["client_rate"],
+            steps=settings["local_steps"],
+            batch_size=settings["local_batch"],
+        ),
+        seed=seed,
         learning_rates=cooldown(settings["rounds"]),
-        local=LocalTraining(learning_rate=settings["client_rate"], steps=settings["local_steps"],
-                            batch_size=settings["local_batch"]),
         at_once=settings["at_once"],
-    )  # fmt: skip
-    x, y = task.x_test, task.y_test
-    if task.kind == "image":
-        x, y = task.widen(x, y)
-    losses, found = (part.cpu().tolist() for part in many.accuracies(make(), params, x, y))
-    return [(round(100 * a, 3), loss) for a, loss in zip(found, losses)]
+    )
+    found = [evaluate(make(), server.parameters(), task) for server in servers]
+    return [(round(100 * accuracy, 3), loss) for loss, accuracy in found]

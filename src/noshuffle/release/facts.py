@@ -66,10 +66,6 @@ ISOLATION = (
     "example outside the model's own tensors; this was tried on the first batch of each kind, and "
     "what is not trained is watched in every step, but it is not proved for later ones."
 )
-ISOLATION_OF_STUDIES = (
-    "Model and loss treat examples apart and keep nothing of an example from one step to the next; "
-    "this was tried on the first batch of each kind, but it is not proved for later ones."
-)
 
 
 #: How users were told apart: the name of the fact, and its values.
@@ -210,7 +206,6 @@ _SENTENCES = (
     *(("adaptive_clip", value, said) for value, said in COUNTS.items()),
     ("public_order", "yes", PUBLIC_ORDER),
     ("isolation", "tried", ISOLATION),
-    ("isolation", "tried once", ISOLATION_OF_STUDIES),
 )
 
 
