@@ -54,7 +54,8 @@ def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
         how["workload"] = heavy_ball(BETA)
         if kind == "cyclic":
             rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how, kinds=(kind,))
-            return rows[0].plan.strategy
+            best: Strategy = rows[0].plan.strategy
+            return best
         own = fit_bins(BallsInBins(epochs, per_epoch), **how)
         assert own is not None, "no study is so long"
         return own

@@ -95,6 +95,6 @@ def accuracy(model: nn.Module, x: Tensor, y: Tensor, *, at_once: int = 1000) -> 
     """The share of rows that the model gets right."""
     right = torch.zeros((), dtype=torch.int64, device=x.device)
     with evaluated(model):
-        for part, targets in zip(x.split(at_once), y.split(at_once)):
+        for part, targets in zip(torch.split(x, at_once), torch.split(y, at_once)):
             right += (model(part).argmax(1) == targets).sum()
     return int(right) / len(x)

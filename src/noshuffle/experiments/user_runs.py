@@ -129,7 +129,7 @@ def _flat(values: Named, *, rows: int) -> Tensor:
 
 def _named(flat: Tensor, shapes: Mapping[str, tuple[int, ...]]) -> Named:
     """The other way."""
-    pieces = flat.split([math.prod(shape) for shape in shapes.values()], -1)
+    pieces = torch.split(flat, [math.prod(shape) for shape in shapes.values()], -1)
     return {
         name: piece.reshape(*flat.shape[:-1], *shape)
         for (name, shape), piece in zip(shapes.items(), pieces)
