@@ -283,7 +283,7 @@ RELEASE = (
     Mutant(
         "the sampler draws the same batch at every step",
         "release/sampler.py",
-        'nonce = bytes(8) + ((self.stage << 48) + step).to_bytes(8, "little")',
+        'nonce = bytes(8) + step.to_bytes(8, "little")',
         "nonce = bytes(16)",
         ("tests/release/test_sampler.py",),
         "P4",

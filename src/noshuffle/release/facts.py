@@ -34,9 +34,6 @@ from noshuffle.statement import PrivacyStatement, voids
 #: The fact, and its value, that the rounds of a ledger have prints of this form.
 ROUND_PRINTS = ("round_prints", "of the units in order")
 
-#: The facts that say what noisy sums were made with.
-RELEASED_BY = ("clip", "batch_size", "noise_scale")
-
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
@@ -243,16 +240,11 @@ def _made(facts: Mapping[str, str | None]) -> str:
     first, last = (f"{end:%Y-%m-%d}" for end in ends)
     when = f"on {first}" if first == last else f"from {first} to {last}"
     who = f" from {facts['records']} units" if facts.get("records") else ""
+    clip, divisor, scale = (facts.get(name) for name in ("clip", "batch_size", "noise_scale"))
     return (
         f"Released {when} by noshuffle {facts.get('version')} with torch {facts.get('torch')}"
-        f"{who}; {released_by(facts)}."
+        f"{who}; clip {clip}, divided by {divisor}, noise of deviation {scale} a draw."
     )
-
-
-def released_by(facts: Mapping[str, str | None]) -> str:
-    """What noisy sums were made with, in words."""
-    clip, divisor, scale = (facts.get(name) for name in RELEASED_BY)
-    return f"clip {clip}, divided by {divisor}, noise of deviation {scale} a draw"
 
 
 def round_print(step: int, units: Ids, *, secret: bytes) -> bytes:
