@@ -214,14 +214,6 @@ PROMISES = (
         "P3",
     ),
     Mutant(
-        "losses are not tried with other rows",
-        "training/passes.py",
-        "found, doubts = coupling(trace, loss, gradient)",
-        'found, doubts = "", ()',
-        ("tests/training/test_loops.py",),
-        "P3",
-    ),
-    Mutant(
         "a histogram of norms costs nothing",
         "release/threshold.py",
         "return plan.noise_multiplier / math.sqrt(1 - self.config.share)",

@@ -349,7 +349,7 @@ RELEASE = (
         "training/step.py",
         "if rows and found in self._prints:",
         "if False:",
-        ("tests/training/test_private.py", "tests/training/test_loops.py"),
+        ("tests/training/test_private.py",),
         "clip",
     ),
     Mutant(
