@@ -42,7 +42,7 @@ from noshuffle.federated import LocalTraining, Rounds, ServerOptimizer, simulate
 from noshuffle.federated.clients import cross_entropy
 from noshuffle.federated.simulate import evaluate, in_random_order
 from noshuffle.federated.tasks import FederatedTask, load_task, without_validation
-from noshuffle.federated.telemetry import need_flower, switch_off
+from noshuffle.federated.telemetry import switch_off
 from noshuffle.federated.vectorised import pack, trained_many
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation, Participation, Poisson
@@ -217,7 +217,6 @@ def main() -> None:
     parser.add_argument("--rates", type=float, nargs="*", default=RATES)
     parser.add_argument("--only", nargs="*", default=[""], help="rows with such words in the name")
     options = parser.parse_args()
-    need_flower()
     switch_off()
     task = load_task("digits")
     small = without_validation(task)
