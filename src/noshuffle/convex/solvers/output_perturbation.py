@@ -10,7 +10,7 @@ the sensitivity is 2L/(n·ridge) + 2γ/ridge (zero-out: L/(n·ridge) + 2γ/ridge
     Gaussian   std = sensitivity/μ(ε, δ)
     pure ε     density ∝ e^{−ε‖b‖/sensitivity}: uniform direction, length Gamma(d, sensitivity/ε)
 
-Excess risk of a convex loss at the best ridge (`best_ridge`, from public numbers) is
+Excess risk of a convex loss at the best ridge, L√(2c√d/(nμ))/R from public numbers, is
 L R·O((√d/(εn))^{1/2}): slope −1/2 in n; with strong convexity of its own −1. Projection onto the
 domain afterwards is post-processing.
 
@@ -23,14 +23,13 @@ domain afterwards is post-processing.
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import numpy as np
 
 from noshuffle.convex.arrays import Array
 from noshuffle.convex.loss_record import Loss
-from noshuffle.convex.solvers.base import Solution, budget, contribution
+from noshuffle.convex.solvers.base import Solution, contribution
 from noshuffle.convex.solvers.minimise import minimise
 from noshuffle.convex.solvers.problem import Problem, solver
 from noshuffle.errors import positive
@@ -43,21 +42,6 @@ def output_sensitivity(
 ) -> float:
     """How far the (γ-approximate) minimiser can move; derived in the docstring of the module."""
     return (contribution(neighbours) * loss.lipschitz / rows + 2 * gap) / ridge
-
-
-def best_ridge(
-    loss: Loss,
-    *,
-    rows: int,
-    dimension: int,
-    radius: float,
-    epsilon: float,
-    delta: float,
-    neighbours: str = "zero-out",
-) -> float:
-    """argmin of ridge·R²/2 + L·(cL√d/(n·ridge·μ)): public numbers only."""
-    mu, c = budget(epsilon=epsilon, delta=delta), contribution(neighbours)
-    return loss.lipschitz * math.sqrt(2 * c * math.sqrt(dimension) / (rows * mu)) / radius
 
 
 def spherical(d: int, *, scale: float, draws: KeyedDraws) -> Array:
