@@ -174,12 +174,9 @@ def test_refusals(table: Path, tmp_path: Path) -> None:
             command([str(table), *line, "--ids", "who", *out, "--mechanism", "tree"])
     with pytest.raises(DataUnavailable, match="not a file"):
         command([str(tmp_path / "gone.csv"), "--target", "y", *out])
-    for name in ("noise.csv", "noise.parquet"):
-        (tmp_path / name).write_bytes(b"\x88\xff\x00\x01")
-        if name == "noise.parquet":
-            pytest.importorskip("pyarrow")
-        with pytest.raises(InvalidInput, match="could not be read"):
-            command([str(tmp_path / name), "--target", "y", *out])
+    (tmp_path / "noise.csv").write_bytes(b"\x88\xff\x00\x01")
+    with pytest.raises(InvalidInput, match="could not be read"):
+        command([str(tmp_path / "noise.csv"), "--target", "y", *out])
     with pytest.raises(InvalidInput, match="is not empty; use another --out"):
         command([str(table), "--target", "sold", "--out", str(tmp_path)])
 
@@ -201,18 +198,6 @@ def test_tables_that_cannot_be_read(tmp_path: Path) -> None:
     made = read_table(file, target="y")
     np.testing.assert_array_equal(made.x, [[1.0], [0.0]])
     np.testing.assert_array_equal(made.y, [0.5, 2.0])
-
-
-def test_parquet_and_csv_hold_the_same_table(table: Path, tmp_path: Path) -> None:
-    pandas = pytest.importorskip("pandas")
-    pytest.importorskip("pyarrow")
-    pandas.read_csv(table).to_parquet(tmp_path / "sales.parquet")
-    models = []
-    for file in (table, tmp_path / "sales.parquet"):
-        out = tmp_path / f"run-{file.suffix[1:]}"
-        command([str(file), "--target", "sold", "--ids", "who", *COMMON, "--out", str(out)])
-        models.append(json.loads((out / "model.json").read_text()))
-    assert models[0] == models[1]
 
 
 @pytest.fixture

@@ -13,7 +13,6 @@ from noshuffle.cli.from_record import takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.run_home import check_new_folder, dated
 from noshuffle.cli.words import quoted, say
-from noshuffle.errors import InvalidInput, NoshuffleError
 
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
@@ -25,8 +24,8 @@ _SCHEMA = (
 def fit(asked: FitSettings, output: Output) -> None:
     """Fit a linear model to a table with differential privacy.
 
-    FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
-    what is known of the data beforehand costs no privacy.
+    FILE is a .csv table with a line of column names. Give --bounds and --classes: what is known of
+    the data beforehand costs no privacy.
     """
     from noshuffle import convex
     from noshuffle.convex.given_bounds import NoBounds
@@ -79,21 +78,14 @@ def _scored(model: Any) -> str:
 def _table(asked: FitSettings) -> Any:
     from noshuffle.cli.table_file import read_table
 
-    try:
-        return read_table(
-            asked.file,
-            target=asked.target,
-            ids=asked.ids,
-            weights=asked.weights,
-            missing=asked.missing,
-            categories=categories_of(asked.categories or []),
-        )
-    except NoshuffleError:
-        raise
-    except (UnicodeDecodeError, ValueError):  # pyarrow's complaints are ValueErrors
-        raise InvalidInput(
-            f"{asked.file} could not be read; give a .csv table in UTF-8, or a .parquet one"
-        ) from None
+    return read_table(
+        asked.file,
+        target=asked.target,
+        ids=asked.ids,
+        weights=asked.weights,
+        missing=asked.missing,
+        categories=categories_of(asked.categories or []),
+    )
 
 
 def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any:

@@ -46,7 +46,7 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    file: Path = argument("a .csv or .parquet table, learned in its order")
+    file: Path = argument("a .csv table, learned in its order")
     target: str = setting(..., "the column to predict")
     task: str = setting("logistic", ", ".join(TASKS), check=partial(one_of, TASKS))
     epsilon: float = setting(1.0, "ε of the whole run", check=positive)

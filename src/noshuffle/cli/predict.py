@@ -26,7 +26,7 @@ _OF_LOGARITHMS = ("PrivatePoissonRegressor", "PrivateGammaRegressor")
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings:
     run: Path = argument("the run folder of noshuffle fit")
-    file: Path = argument("a .csv or .parquet table with the columns of the model")
+    file: Path = argument("a .csv table with the columns of the model")
     out: Path | None = setting(None, "a .csv file for the predictions (default: printed)")
 
     def __post_init__(self) -> None:
@@ -37,7 +37,7 @@ class PredictSettings:
 def predict(asked: PredictSettings, output: Output) -> None:
     """Predict the rows of a table by a model of noshuffle fit.
 
-    RUN is its folder, FILE a .csv or .parquet table with the same columns.
+    RUN is its folder, FILE a .csv table with the same columns.
     """
     from noshuffle.release.files import read_json, write_bytes
     from noshuffle.release.folder import RunFolder

@@ -1,4 +1,4 @@
-"""A whole table from a file: CSV (`number_rows`), or Parquet where a reader is installed.
+"""A whole table from a CSV file (`number_rows`).
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: those of its values that `categories` lists become indicators; otherwise text is
@@ -19,7 +19,6 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +26,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text, require_columns
-from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
+from noshuffle.errors import DataUnavailable, InvalidInput
 
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
@@ -61,14 +60,14 @@ def read_table(
     only: set[str] | None = None,
     categories: Categories | None = None,
 ) -> Table:
-    """Read a .csv or .parquet file; the first line of a CSV names the columns.
+    """Read a .csv file, whose first line names the columns.
 
     Without a target y is empty; `only` names the columns that are read as features.
     """
     categories = categories or {}
     if not path.is_file():
-        raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
-    cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
+        raise DataUnavailable(f"{path} is not a file; give a .csv table")
+    cells = _csv(path)
     empty = math.nan if missing == "skip" else 0.0
     require_columns(path, cells, target, ids, weights, *sorted(only or ()))
     features = {
@@ -130,20 +129,6 @@ def _csv(path: Path) -> dict[str, list[str]]:
             for column, cell in zip(columns.values(), cells):
                 column.append(cell)
     return columns
-
-
-def _parquet(path: Path) -> dict[str, list[str]]:
-    if find_spec("pyarrow") is None:
-        raise Unsupported(
-            f"{path} is Parquet, which needs pyarrow; install it, or write the table as CSV"
-        )
-    from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    columns = parquet.read_table(path).to_pydict()
-    return {
-        name: ["" if cell is None else str(cell) for cell in column]
-        for name, column in columns.items()
-    }
 
 
 def _emptied(column: list[str]) -> list[str]:
