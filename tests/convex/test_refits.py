@@ -25,7 +25,7 @@ SETTINGS: list[dict[str, Any]] = [
     {"bounds": [(-1, 1), (-2, 2), (0, 1)], "neighbours": "replace-one"},
     {"clip_norm": 3.0, "solver": "ftrl", "batch_size": 30},
     {"solver": "objective", "feature_bound": 1.0},
-    {"class_weight": {1: 3.0}, "missing": "skip"},
+    {"class_weight": {1: 3.0}},
     {"classes": [0, 1, 2], "rows_per_unit": 2},
     {"solver": "sums"},
     {"epsilon": 20.0},

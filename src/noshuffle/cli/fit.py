@@ -83,7 +83,6 @@ def _table(asked: FitSettings) -> Any:
         target=asked.target,
         ids=asked.ids,
         weights=asked.weights,
-        missing=asked.missing,
         categories=categories_of(asked.categories or []),
     )
 
@@ -137,7 +136,6 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             "rows": model.n_rows_,
             "report": str(page),
             "solver": model.solver_,
-            "rows_left_out": getattr(model, "n_left_out_", None),
             "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
         }
@@ -145,8 +143,6 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         return
     say(statement.words())
     print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
-    if hasattr(model, "n_left_out_"):
-        print(f"about {max(model.n_left_out_, 0):,.0f} rows left out (released with noise)")
     print(f"model: {path / 'model.json'}")
     if not unscored:
         print(

@@ -79,11 +79,6 @@ class FitSettings:
     class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
     quantile: float | None = setting(None, "quantile: which one (default: 0.5, the median)")
     width: float | None = setting(None, "huber: residuals beyond it count linearly")
-    missing: str = setting(
-        "zero",
-        "empty cells: zero, or skip (their rows are left out)",
-        check=partial(one_of, ("zero", "skip")),
-    )
     categories: list[str] | None = setting(
         None, "text columns: COLUMN=a,b,c, known beforehand (repeat as needed)"
     )
@@ -105,7 +100,6 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         **{name: getattr(asked, name) for name in _PASSED_ON},
         "mechanism": mechanism_named(asked.mechanism),
         "bounds": _bounds(asked.bounds or [], table),
-        "missing": "skip" if asked.missing == "skip" else None,
         "release_score": asked.score,
         "test_seed": asked.test_seed,
     }

@@ -2,8 +2,8 @@
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: those of its values that `categories` lists become indicators; otherwise text is
-refused. Empty cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero, or
-as NaN (`missing="skip"`); an empty target is refused.
+refused. Empty cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero; an
+empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -16,7 +16,6 @@ as NaN (`missing="skip"`); an empty target is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -56,7 +55,6 @@ def read_table(
     target: str | None,
     ids: str | None = None,
     weights: str | None = None,
-    missing: str = "zero",
     only: set[str] | None = None,
     categories: Categories | None = None,
 ) -> Table:
@@ -68,7 +66,6 @@ def read_table(
     if not path.is_file():
         raise DataUnavailable(f"{path} is not a file; give a .csv table")
     cells = _csv(path)
-    empty = math.nan if missing == "skip" else 0.0
     require_columns(path, cells, target, ids, weights, *sorted(only or ()))
     features = {
         name: column
@@ -82,7 +79,7 @@ def read_table(
         raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")
     blocks, names = [], []
     for name, column in features.items():
-        numbers = _numbers(_emptied(column), name=name, empty=empty)
+        numbers = _numbers(_emptied(column), name=name)
         if name in categories:
             listed = {value: i for i, value in enumerate(categories[name])}
             blocks.append(_one_hot([listed.get(cell, -1) for cell in column], len(listed)))
@@ -138,15 +135,15 @@ def _emptied(column: list[str]) -> list[str]:
     return ["" if cell in NO_NUMBER else cell for cell in column]
 
 
-def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | None:
-    """The column as finite numbers (empty cells as `empty`), or None if it is text."""
+def _numbers(column: list[str], *, name: str) -> Array | None:
+    """The column as finite numbers (empty cells as zero), or None if it is text."""
     try:
-        values = np.array([float(cell) if cell else empty for cell in column])
+        values = np.array([float(cell) if cell else 0.0 for cell in column])
     except ValueError:
         return None
     if any("_" in cell for cell in column):  # Python's 1_000, which is no number elsewhere
         return None
-    if not np.isfinite(values[[bool(cell) for cell in column]]).all():
+    if not np.isfinite(values).all():
         raise InvalidInput(
             f"column {name!r} must hold finite numbers, got nan or inf; leave such cells empty"
         )

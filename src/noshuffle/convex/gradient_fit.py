@@ -40,7 +40,6 @@ class GradientFit:
         alpha: float
         bounds: Any
         fit_intercept: bool
-        missing: str
         rows_per_unit: int | None
         _most_weight: float
 
@@ -141,8 +140,7 @@ class GradientFit:
         """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
         if self._is_balanced():
             return len(getattr(self, "classes_", ()))
-        is_partial = self.missing == "skip" or self.rows_per_unit is not None
-        return int(is_partial)
+        return int(self.rows_per_unit is not None)
 
     def _gradient_rule(
         self, loss: MarginLoss, features: int, outputs: int, clip_norm: float

@@ -15,7 +15,6 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
@@ -240,7 +239,6 @@ class StreamFit(TableFit):
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
         self._publish()
-        self._count_rows(stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule)
         self._notes = notes
         self.__dict__.pop("progress_", None)
         if isinstance(stream.rule, ScoredRule):
@@ -275,13 +273,6 @@ class StreamFit(TableFit):
         if stream.is_test:
             said.insert(0, TEST_SEED)
         return tuple(said)
-
-    def _count_rows(self, rule: Rule | None) -> None:
-        """What the census of "gd" released; of units with several rows it counts them weighted."""
-        many = self.rows_per_unit is not None
-        self.__dict__.pop("n_left_out_", None)
-        if isinstance(rule, GradientRule) and rule.census and self.missing == "skip" and not many:
-            self.n_left_out_ = float(self._stream.phase.rows - rule.counts.sum())
 
     def _continued(self) -> bool:
         """Whether partial_fit goes on with an earlier stream."""

@@ -192,10 +192,9 @@ class TableFit(GradientFit):
         X: Any,
         y: Targets,
         ids: Iterable[Hashable] | None,
-        there: Any,
         *notes: str,
     ) -> None:
-        """A solver that answers once; every row is a unit, and only those `there` count."""
+        """A solver that answers once; every row is a unit."""
         if len(classes := getattr(self, "classes_", ())) > 2:
             raise Unsupported(
                 f"solver={self.solver_!r} has two classes, got {len(classes)}; use 'gd'"
@@ -212,7 +211,6 @@ class TableFit(GradientFit):
             "epsilon": self.epsilon,
             "delta": self.delta,
             "fit_intercept": self.fit_intercept,
-            "there": there,
             "neighbours": self.neighbours,
             "budget": self.budget,
             "test_seed": self.test_seed,
