@@ -23,7 +23,7 @@ ROWS, COLUMNS = 45, 3
 WEIGHTED: list[dict[str, Any]] = [
     {"class_weight": {0: 3.0}, "max_weight": 2.5},
     {"max_weight": 2.5, "rows_per_unit": 3, "bounds": "private"},
-    {"class_weight": "balanced", "rows_per_unit": 3, "fit_intercept": False},
+    {"class_weight": {1: 4.0}, "rows_per_unit": 3, "fit_intercept": False},
     {"max_weight": 2.5, "penalty": "l2", "epsilon": math.inf},
     {"solver": "ftrl", "penalty": "l1", "batch_size": 7, "passes": 2, "class_weight": {1: 4.0}},
     {"solver": "ftrl", "constraint": "l1_ball", "release_score": True, "fit_intercept": False},

@@ -9,7 +9,6 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from sklearn.metrics import balanced_accuracy_score
 
 from noshuffle.convex import (
     PrivateLogisticRegression,
@@ -41,7 +40,7 @@ def rules() -> list[Any]:
         LinearRule(loss, outputs=1, radius=1.0, **common),  # type: ignore[arg-type]
         SumsRule(**common),  # type: ignore[arg-type]
         GradientRule(loss=loss, outputs=1, rate=1.0, readings=0, **common),  # type: ignore[arg-type]
-        GradientRule(loss=loss, outputs=1, rate=1.0, readings=1, census=2, **common),  # type: ignore[arg-type]
+        GradientRule(loss=loss, outputs=1, rate=1.0, readings=1, has_many_rows=True, **common),  # type: ignore[arg-type]
     ]
 
 
@@ -75,21 +74,6 @@ def test_weights_say_where_their_bound_comes_from() -> None:
     np.testing.assert_array_equal(  # the unit of public weights does not matter
         public.coef_, quick().fit(X, Y, 8 * weight).coef_
     )
-
-
-def test_balanced_counts_are_released() -> None:
-    x = np.random.default_rng(1).uniform(-1, 1, size=(6000, 3))
-    y = (x[:, 0] > 0.75).astype(int)
-    y[:300] = 1 - y[:300]
-    plain, fair = quick().fit(x, y), quick(class_weight="balanced").fit(x, y)
-    assert fair.n_steps_ == plain.n_steps_ + 1
-    counts = fair._stream.rule.counts
-    assert 0 < np.abs(counts - np.bincount(y)).max() < 5 * fair.plan_.noise_multiplier
-    scores = [balanced_accuracy_score(y, m.predict(x)) for m in (plain, fair)]
-    assert scores[1] > scores[0] + 0.02
-    for settings in ({"solver": "ftrl"}, {"solver": "objective"}):
-        with pytest.raises(Unsupported, match="count classes in private"):
-            quick(class_weight="balanced", **settings).fit(x, y)
 
 
 def test_the_loss_of_weighted_labels() -> None:
@@ -160,9 +144,7 @@ def test_all_rows_of_a_unit_together_add_at_most_the_clip_norm(bounds: Any) -> N
     ids = rng.integers(40, size=300)
     x = (rng.normal(size=(40, 3)) * 3)[ids]  # the rows of a unit are alike, and add up
     y = (x[:, 0] > 0).astype(int)
-    made = PrivateLogisticRegression(
-        epsilon=8.0, rows_per_unit=2, classes=[0, 1], bounds=bounds, class_weight="balanced"
-    )
+    made = PrivateLogisticRegression(epsilon=8.0, rows_per_unit=2, classes=[0, 1], bounds=bounds)
     most: dict[int, float] = {}
 
     def sums(rule: Any, x: Any, y: Any, weight: Any = None) -> Any:

@@ -76,7 +76,7 @@ class FitSettings:
     max_weight: float | None = setting(
         None, "largest weight, known beforehand (without it weights are taken to be public)"
     )
-    class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
+    class_weight: str | None = setting(None, "CLASS=weight,CLASS=weight")
     quantile: float | None = setting(None, "quantile: which one (default: 0.5, the median)")
     width: float | None = setting(None, "huber: residuals beyond it count linearly")
     categories: list[str] | None = setting(
@@ -192,15 +192,13 @@ def _classes(text: str, y: Any) -> list[Any]:
     return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
 
 
-def _class_weight(text: str, y: Any) -> Any:
-    """ "balanced", or the mapping that CLASS=weight,… means."""
-    if text == "balanced":
-        return text
+def _class_weight(text: str, y: Any) -> dict[Any, float]:
+    """The mapping that CLASS=weight,… means."""
     pairs = [part.rpartition("=") for part in text.split(",")]
     try:
         weights = [float(weight) for _, _, weight in pairs]
     except ValueError:
         raise InvalidInput(
-            f"--class-weight must be balanced, or CLASS=weight as in 0=1,1=5; got {text!r}"
+            f"--class-weight must be CLASS=weight as in 0=1,1=5; got {text!r}"
         ) from None
     return dict(zip(_classes(",".join(name for name, _, _ in pairs), y), weights))

@@ -292,7 +292,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         if not goes_on:
             one_of(self._SOLVERS, solver=self.solver)
             self.solver_ = "sums" if self.solver == "sums" else "ftrl"
-            self._refuse_balance()
             self._refuse_private_bounds()
             self._refuse_many_rows()
             if self.test_seed is None and self.epsilon != math.inf:

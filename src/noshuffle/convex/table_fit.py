@@ -114,7 +114,6 @@ class TableFit(GradientFit):
             and self.penalty is None
             and self.rows_per_unit is None
             and self._most_weight == 1.0
-            and not self._is_balanced()
         )
         if not (is_possible and is_plain):
             return False
@@ -148,7 +147,6 @@ class TableFit(GradientFit):
                 "'gd', 'ftrl' or 'auto'"
             )
         if self.solver_ != "gd":
-            self._refuse_balance()
             self._refuse_private_bounds()
             self._refuse_many_rows()
         if self.solver_ == "gd":
@@ -172,13 +170,6 @@ class TableFit(GradientFit):
             raise Unsupported(
                 f"solver={self.solver_!r} does not find bounds in private; fit with solver='gd', "
                 "or give bounds as numbers"
-            )
-
-    def _refuse_balance(self) -> None:
-        if self._is_balanced():
-            raise Unsupported(
-                f"solver={self.solver_!r} does not count classes in private; give class_weight as "
-                "a mapping, or fit with solver='gd'"
             )
 
     def _is_batch(self) -> bool:

@@ -9,8 +9,6 @@ and the noise is calibrated to w_max·c. Where w_max comes from decides what is 
                          divided by their mean, w_max their largest; the statement says so
     class_weight         {class: weight} is public; the weight of a row follows from its label,
                          which is private, and w_max is the largest of the mapping
-    "balanced"           from counts of the classes that are released with noise ("gd" only, see
-                         `gradient_rule`), never from y
 
 No state.
 
@@ -67,11 +65,11 @@ def given_weights(
 
 def by_class(class_weight: Any, classes: Any) -> Array | None:
     """The weight of every class, 1 where the mapping has none; None without a mapping."""
-    if class_weight is None or (isinstance(class_weight, str) and class_weight == "balanced"):
+    if class_weight is None:
         return None
     if not isinstance(class_weight, Mapping):
         raise InvalidInput(
-            f"class_weight must be a mapping of classes, 'balanced' or None, got {class_weight!r}"
+            f"class_weight must be a mapping of classes or None, got {class_weight!r}"
         )
     out, known = np.ones(len(classes)), classes.tolist()
     for label, weight in class_weight.items():
