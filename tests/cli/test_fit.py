@@ -50,7 +50,7 @@ COMMON = [*PLAIN, *CITY]
 def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     out = tmp_path / "run"
     command([str(table), "--target", "sold", "--ids", "who", "--epsilon", "4", "--batch-size", "8",
-             "--bounds", "price=-10,10", "--out", str(out), "--score", "--json",
+             "--bounds", "price=-10,10", "--out", str(out), "--json",
              *COMMON])  # fmt: skip
     told = json.loads(capsys.readouterr().out)
     assert told["steps"] == 75
@@ -68,16 +68,13 @@ def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
     assert model["coef"][0][0] > 0 > model["coef"][0][1]
     metrics = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
     assert metrics[-1]["step"] == 75
-    # Released values only: ε, and the score with its noise.
-    known = {"step", "epsilon", "rows", "progressive_score", "progressive_deviation"}
-    assert set().union(*metrics) == known
+    assert set().union(*metrics) == {"step", "epsilon"}  # released values only
     assert metrics[-1]["epsilon"] == told["statement"]["epsilon"]
-    assert metrics[-1]["progressive_score"] != told["progressive_score_not_private"]
     assert not (out / "checkpoints" / "key.json").exists()  # finished, so sealed
     page = (out / "report.html").read_text(encoding="utf8")
     assert told["report"] == str(out / "report.html")
-    for words in ("logistic model of sold", "Progressive validation", "largest released weights",
-                  "read from y", "NOT PRIVATE"):  # fmt: skip
+    for words in ("logistic model of sold", "largest released weights", "read from y",
+                  "NOT PRIVATE"):  # fmt: skip
         assert words in page
     assert "Privacy against accuracy" not in page  # there is none
     words = re.sub(r"<svg.*?</svg>", "", page, flags=re.DOTALL)  # places of points left out
@@ -87,13 +84,12 @@ def test_a_run_is_verified(table: Path, tmp_path: Path, capsys: pytest.CaptureFi
 
 
 @pytest.mark.usefixtures("pictures")
-def test_no_score_and_several_classes(table: Path, tmp_path: Path) -> None:
+def test_several_classes(table: Path, tmp_path: Path) -> None:
     out = tmp_path / "run"
-    command([str(table), "--target", "city", "--no-score", "--task", "svc", "--out", str(out),
+    command([str(table), "--target", "city", "--task", "svc", "--out", str(out),
              "--classes", "Rome,Oslo,Bonn", "--bounds", "price=-10,10", "--ids", "who",
              *SOLD, *PLAIN])  # fmt: skip
     page = (out / "report.html").read_text(encoding="utf8")
-    assert "Progressive validation" not in page
     assert "weight of each class" in page
     assert verify(out).refuted == ()
 

@@ -26,7 +26,7 @@ WEIGHTED: list[dict[str, Any]] = [
     {"class_weight": {1: 4.0}, "rows_per_unit": 3, "fit_intercept": False},
     {"max_weight": 2.5, "penalty": "l2", "epsilon": math.inf},
     {"solver": "ftrl", "penalty": "l1", "batch_size": 7, "passes": 2, "class_weight": {1: 4.0}},
-    {"solver": "ftrl", "constraint": "l1_ball", "release_score": True, "fit_intercept": False},
+    {"solver": "ftrl", "constraint": "l1_ball", "fit_intercept": False},
     {"solver": "sums", "max_weight": 2.5},
 ]
 PLAIN: list[dict[str, Any]] = [

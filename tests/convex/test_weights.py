@@ -100,7 +100,6 @@ def test_the_loss_of_weighted_labels() -> None:
         ({"class_weight": {1: -1.0}}, None, "class_weight of 1"),
         ({"class_weight": "fair"}, None, "mapping of classes"),
         ({"solver": "objective"}, np.ones(1500), "use 'gd'"),
-        ({"max_weight": 2.0, "release_score": True}, None, "leave it out"),
     ],
 )
 def test_refusals(settings: dict[str, Any], weight: Any, match: str) -> None:

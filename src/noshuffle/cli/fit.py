@@ -53,7 +53,7 @@ def fit(asked: FitSettings, output: Output) -> None:
         warnings.simplefilter("ignore", NoBounds)  # said above, of --bounds
         model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
     if model.solver_ == "gd":  # independent noise; how often it reads follows from the table
-        idle = ("mechanism", "release_score", *(["passes"] if asked.passes == 1 else []))
+        idle = ("mechanism", *(["passes"] if asked.passes == 1 else []))
         kept = {name: value for name, value in kept.items() if name not in idle}
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
     how |= {
@@ -62,17 +62,11 @@ def fit(asked: FitSettings, output: Output) -> None:
         "solver": model.solver_,
         "bounds": None if model.bounds_ is None else model.bounds_.tolist(),
         "rows": len(table.y),
-        "score": _scored(model),
     }
     statement = _write_results(RunFolder(path), model, table, how)
     write_report(path)
     note_files(path)
     _print(model, statement, path, as_json=output.json)
-
-
-def _scored(model: Any) -> str:
-    """What the progressive score of a model is."""
-    return "accuracy" if hasattr(model, "classes_") else "mean absolute error"
 
 
 def _table(asked: FitSettings) -> Any:
@@ -109,20 +103,12 @@ def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any
 
 
 def _write_metrics(run: Any, model: Any) -> None:
-    """ε spent and, where it was released, the progressive score, at up to 200 steps."""
-    curve, released = getattr(model, "progress_", None), model.n_steps_
-    every = max(1, released // 200)
+    """ε spent, at up to 20 steps."""
+    released = model.n_steps_
+    every = 10 * max(1, released // 200)
     for step in range(1, released + 1):
-        if step % every and step != released:
-            continue
-        row: dict[str, Any] = {"step": step}
-        if step == released or step % (10 * every) == 0:
-            row["epsilon"] = model.plan_.epsilon_after(step)
-        if curve is not None and step <= len(curve):
-            rows, score, deviation = (float(v) for v in curve[step - 1])
-            row |= {"rows": int(rows), "progressive_score": score}
-            row["progressive_deviation"] = deviation
-        run.append_metrics(row)
+        if step % every == 0 or step == released:
+            run.append_metrics({"step": step, "epsilon": model.plan_.epsilon_after(step)})
 
 
 def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
@@ -149,8 +135,4 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             f"progressive {score} {model.progressive_score_:.4f} "
             "(from raw targets, not private: for your eyes, not in the run folder)"
         )
-    if hasattr(model, "progress_"):
-        _, value, deviation = model.progress_[-1]
-        shown = f"{_scored(model)} {value:.4f} ± {2 * deviation:.4f}"
-        print(f"released progressive {shown} (covered by ε)")
     print(f"report: {page}\ncheck the evidence: noshuffle verify {quoted(path)}")

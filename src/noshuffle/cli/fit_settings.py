@@ -82,10 +82,6 @@ class FitSettings:
     categories: list[str] | None = setting(
         None, "text columns: COLUMN=a,b,c, known beforehand (repeat as needed)"
     )
-    score: bool = setting(
-        False,
-        "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
-    )
     out: Path | None = setting(None, FOLDER_HELP)
     test_seed: str | None = setting(None, TEST_SEED_HELP)
     budget: Path | None = setting(None, BUDGET_HELP)
@@ -100,7 +96,6 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         **{name: getattr(asked, name) for name in _PASSED_ON},
         "mechanism": mechanism_named(asked.mechanism),
         "bounds": _bounds(asked.bounds or [], table),
-        "release_score": asked.score,
         "test_seed": asked.test_seed,
     }
     if asked.radius is not None:

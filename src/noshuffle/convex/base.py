@@ -74,8 +74,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         `partial_fit`; noise grows by it. None: weights of `fit` are public (see `weighting`).
     rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
         this many at most, together, and the guarantee is for all of them. Noise grows by it.
-    release_score : also release the progressive score with noise, as `progress_` (rows, score,
-        deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
         survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
         same rows warns.
@@ -105,7 +103,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     neighbours: str = "zero-out"
     max_weight: float | None = None
     rows_per_unit: int | None = None
-    release_score: bool = False
     budget: Any = None
     test_seed: int | str | None = None
     verbose: bool = False
@@ -117,10 +114,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
 
         def _loss(self, classes: int) -> MarginLoss: ...
         def _targets(self, y: Any) -> Targets: ...
-
-    def _score_unit(self) -> float:
-        """What a score of one means in the units of the data."""
-        return 1.0
 
     def _publish(self) -> None:
         self.coef_: Array
@@ -184,10 +177,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         if table is not None:
             most *= float(table.max())
             values = table[y] if values is None else values * table[y]
-        if self.max_weight is not None and self.release_score:
-            raise Unsupported(
-                "release_score counts every row, which max_weight does not; leave it out"
-            )
         return values, most, notes
 
     @property

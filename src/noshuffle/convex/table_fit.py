@@ -1,7 +1,7 @@
 """TableFit: which solver `fit` takes for a table, and the solvers that answer once.
 
 "auto" is decided by public settings alone: a setting that only the stream has (a horizon, passes,
-batches, a mechanism, averaging, a learning rate, a released score, a penalty or set of its own)
+batches, a mechanism, averaging, a learning rate, a penalty or set of its own)
 takes "ftrl"; two classes with bounds and so many columns that noise of √p would hide them take
 "frank_wolfe" (`schedule.takes_vertices`), unless a setting is given that it has not; everything
 else takes "gd", which is ahead of the others on most tables (benchmarks/RESULTS.md). Evidence for a
@@ -69,7 +69,6 @@ class TableFit(GradientFit):
         batch_size: int | None
         mechanism: Any
         averaging: str | None
-        release_score: bool
         constraint: Any
         radius: float
         feature_bound: float | None
@@ -93,7 +92,6 @@ class TableFit(GradientFit):
             "mechanism": self.mechanism != "blt",
             "averaging": self.averaging is not None,
             "learning_rate": self.learning_rate is not None,
-            "release_score": self.release_score,
             "penalty": self.penalty not in (None, "l2"),
             "constraint": self.constraint is not None,
         }
