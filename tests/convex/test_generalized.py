@@ -122,12 +122,11 @@ def test_a_stream_of_counts() -> None:
     y = RNG.poisson(np.exp(LINE))
     model = PrivatePoissonRegressor(
         epsilon=4.0, bounds=(0, 10), target_bounds=(0, 20), mechanism="tree", horizon=4000,
-        release_score=True, test_seed=0,
+        test_seed=0,
     )  # fmt: skip
     for piece in np.array_split(np.arange(4000), 3):
         model.partial_fit(X[piece], y[piece])
     assert model.score(X, y) > 0.2
-    assert abs(model.progress_[-1, 1] - np.abs(y - y.mean()).mean()) < 2.0
 
 
 @pytest.mark.parametrize(

@@ -21,18 +21,18 @@ from noshuffle.release.release import Release
 
 ROWS, COLUMNS = 45, 3
 WEIGHTED: list[dict[str, Any]] = [
-    {"class_weight": {0: 3.0}, "max_weight": 2.5, "missing": "skip"},
+    {"class_weight": {0: 3.0}, "max_weight": 2.5},
     {"max_weight": 2.5, "rows_per_unit": 3, "bounds": "private"},
-    {"class_weight": "balanced", "rows_per_unit": 3, "fit_intercept": False},
+    {"class_weight": {1: 4.0}, "rows_per_unit": 3, "fit_intercept": False},
     {"max_weight": 2.5, "penalty": "l2", "epsilon": math.inf},
     {"solver": "ftrl", "penalty": "l1", "batch_size": 7, "passes": 2, "class_weight": {1: 4.0}},
-    {"solver": "ftrl", "constraint": "l1_ball", "release_score": True, "fit_intercept": False},
-    {"solver": "sums", "max_weight": 2.5, "missing": "skip"},
+    {"solver": "ftrl", "constraint": "l1_ball", "fit_intercept": False},
+    {"solver": "sums", "max_weight": 2.5},
 ]
 PLAIN: list[dict[str, Any]] = [
     {"epsilon": 4.0},
-    {"bounds": "private", "neighbours": "replace-one", "missing": "skip"},
-    {"bounds": [(-1, 2), (0, 1), (-3, 3)], "missing": "skip", "epsilon": 0.3},
+    {"bounds": "private", "neighbours": "replace-one"},
+    {"bounds": [(-1, 2), (0, 1), (-3, 3)], "epsilon": 0.3},
     {"feature_bound": 2.0, "clip_norm": 0.3, "epsilon": math.inf},
 ]
 KINDS = sorted(convex.__all__)
@@ -113,14 +113,11 @@ def test_a_unit_moves_each_release_by_its_clip_norm_and_nothing_else(kind: str) 
             label[unit] = rng.integers(classes) if is_classifier else min(10 * hostile, 1e9) + 0.5
             if heavy is not None:
                 heavy[unit] = 1e6
-            is_gone = made.get("missing") == "skip" and hostile == 0.0
-            if is_gone:
-                other[unit, 0] = np.nan
             sums_of_other, same = fit(other, label, heavy)
             assert model == same
             assert len(sums) == len(sums_of_other)
             moved = max(float(np.linalg.norm(a - b)) for a, b in zip(sums, sums_of_other))
-            assert moved <= (1.0 if is_gone else 2.0) + 1e-9
+            assert moved <= 2.0 + 1e-9
             tried, most = tried + 1, max(most, moved)
     assert tried >= 8
     assert most > 0.5

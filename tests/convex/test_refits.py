@@ -25,11 +25,11 @@ SETTINGS: list[dict[str, Any]] = [
     {"bounds": [(-1, 1), (-2, 2), (0, 1)], "neighbours": "replace-one"},
     {"clip_norm": 3.0, "solver": "ftrl", "batch_size": 30},
     {"solver": "objective", "feature_bound": 1.0},
-    {"class_weight": {1: 3.0}, "missing": "skip"},
+    {"class_weight": {1: 3.0}},
     {"classes": [0, 1, 2], "rows_per_unit": 2},
     {"solver": "sums"},
     {"epsilon": 20.0},
-    {"release_score": True, "horizon": 500},
+    {"horizon": 500},
     {"test_seed": None, "epsilon": math.inf},
 ]
 
@@ -139,8 +139,8 @@ def test_a_refused_weight_does_not_count_in_later_calls() -> None:
         for begin in ("fit", "partial_fit"):
             model = getattr(stream(solver="ftrl", batch_size=10), begin)(X[:50], Y[:50])
             clip = model._stream.rule.clip_norm
-            for later in ({"release_score": True}, {"clip_norm": -1.0}, {}):
-                settings = {"release_score": False, "clip_norm": 1.0, "max_weight": 37.0}
+            for later in ({"clip_norm": -1.0}, {}):
+                settings = {"clip_norm": 1.0, "max_weight": 37.0}
                 model.set_params(**{**settings, **later})
                 for call in (model.fit, model.partial_fit, model.partial_fit):
                     with pytest.raises((InvalidInput, Unsupported, ParticipationViolation)):

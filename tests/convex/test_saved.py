@@ -1,4 +1,4 @@
-"""Live streams across processes: save, load, replays, copies, forks; and the released score."""
+"""Live streams across processes: save, load, replays, copies, forks."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def table(n: int = 3000) -> tuple[Any, Any]:
 
 def kinds() -> list[Any]:
     return [
-        PrivateLogisticRegression(classes=[0, 1], release_score=True, batch_size=30, **QUICK),
+        PrivateLogisticRegression(classes=[0, 1], batch_size=30, **QUICK),
         PrivateLogisticRegression(classes=[0, 1], horizon=3000, batch_size=37, epsilon=4.0),
         PrivateSVC(classes=[0, 1], penalty="l1", mechanism="blt", batch_size=50, test_seed=1),
-        PrivateLinearRegression(solver="sums", release_score=True, batch_size=40, **QUICK),
+        PrivateLinearRegression(solver="sums", batch_size=40, **QUICK),
     ]
 
 
-@pytest.mark.parametrize("model", kinds(), ids=["score", "horizon", "l1 blt", "sums"])
+@pytest.mark.parametrize("model", kinds(), ids=["classes", "horizon", "l1 blt", "sums"])
 def test_a_loaded_stream_goes_on_as_if_nothing_had_been(model: Any, tmp_path: Path) -> None:
     x, y = table()
     ids = [f"user {i}" for i in range(len(x))]
@@ -70,8 +70,6 @@ def test_a_loaded_stream_goes_on_as_if_nothing_had_been(model: Any, tmp_path: Pa
         assert not np.array_equal(other.coef_, straight.coef_)
         return
     np.testing.assert_allclose(other.coef_, straight.coef_, rtol=1e-9)
-    if model.release_score:
-        np.testing.assert_allclose(other.progress_, straight.progress_, rtol=1e-9)
 
 
 def killed(folder: Path, first: int, last: int) -> Any:
@@ -259,55 +257,6 @@ def test_a_fork_may_not_go_on() -> None:
     told = queue.get(timeout=900)
     child.join()
     assert "fork" in told
-
-
-@pytest.mark.parametrize("passes", [1, 2])
-def test_the_released_score_is_near_the_raw_one(passes: int) -> None:
-    x, y = table()
-    model = PrivateLogisticRegression(
-        epsilon=4.0, passes=passes, release_score=True, classes=[0, 1], **QUICK
-    ).fit(x, y)
-    rows, score, deviation = model.progress_[-1]
-    assert rows == 3000
-    assert abs(score - model.progressive_score_) < 5 * deviation
-    assert 0 < deviation < 0.1
-    assert pickle.loads(pickle.dumps(model)).progress_.shape == model.progress_.shape
-    assert any("progress_" in s for s in model.privacy_.assumptions)
-    model.set_params(release_score=False).fit(x, y)
-    assert not hasattr(model, "progress_")
-
-
-def test_the_released_score_without_noise_is_the_raw_one() -> None:
-    x, y = table()
-    model = PrivateLogisticRegression(epsilon=np.inf, release_score=True, classes=[0, 1])
-    assert model.fit(x, y).progress_[-1, 1] == pytest.approx(model.progressive_score_)
-    values = x @ [1.0, 2.0, 0.0, 0.0]
-    told = PrivateLinearRegression(
-        epsilon=np.inf, release_score=True, target_bounds=(-9, 9), horizon=3000
-    )
-    seen = []
-    for i in range(0, 3000, 6):
-        if i:
-            seen.append(np.abs(told.predict(x[i : i + 6]) - values[i : i + 6]))
-        else:
-            seen.append(np.abs(values[:6]))
-        told.partial_fit(x[i : i + 6], values[i : i + 6])
-    assert told.plan_.steps == 500
-    # predict uses the averaged weights, the score those of the newest iterate: same size only.
-    assert told.progress_[-1, 1] == pytest.approx(np.mean(seen), rel=0.5)
-
-
-def test_one_row_stays_within_the_norm_of_the_scored_rule() -> None:
-    x, y = table(50)
-    model = PrivateLogisticRegression(release_score=True, classes=[0, 1], **QUICK)
-    rule = model.partial_fit(100 * x, y)._stream.rule
-    norms = [np.linalg.norm(rule.clipped_sum(100 * x[i : i + 1], y[i : i + 1])) for i in range(50)]
-    assert max(norms) <= rule.clip_norm
-    # A long row on which the margin is the intercept, and whose class is told right: both parts.
-    w, b = rule.inner.iterate[0, :-1], rule.inner.iterate[0, -1]
-    row = x[0] - w * (x[0] @ w) / (w @ w)
-    norm = np.linalg.norm(rule.clipped_sum(1e6 * row[None], np.array([int(b > 0)])))
-    assert 0.999 * rule.clip_norm < norm <= rule.clip_norm
 
 
 def test_neighbours_that_shift_batches_are_refused() -> None:

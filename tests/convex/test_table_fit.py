@@ -77,7 +77,6 @@ def test_auto_chooses_vertices_where_columns_are_many(tmp_path: Path) -> None:
         ({"penalty": "l2"}, {}),
         ({"bounds": None, "feature_bound": 40.0}, {}),
         ({"epsilon": 0.1}, {}),  # the noise hides all: the intercept
-        ({"class_weight": "balanced"}, {}),
         ({}, {"sample_weight": weight}),
         ({}, {"run": tmp_path / "run"}),
     ):

@@ -72,7 +72,6 @@ def test_a_row_adds_at_most_the_clip_norm(many: bool) -> None:
     rule = GradientRule(
         loss=PerMargin(losses.squared(radius=np.inf)), features=2, outputs=1, clip_norm=0.7,
         rate=1.0, readings=1, windows=2, worth=10.0, has_many_rows=many, most_weight=3.0,
-        census=int(many),
     )  # fmt: skip
     rule._count = rule._counting
     rng = np.random.default_rng(3)

@@ -1,4 +1,4 @@
-"""Weights of rows and classes, and rows that miss a value: bounds, twins, statements, refusals."""
+"""Weights of rows and classes: bounds, twins, statements, refusals."""
 
 from __future__ import annotations
 
@@ -9,11 +9,8 @@ from unittest import mock
 import numpy as np
 import pytest
 import torch
-from scipy import sparse
-from sklearn.metrics import balanced_accuracy_score
 
 from noshuffle.convex import (
-    PrivateLinearRegression,
     PrivateLogisticRegression,
     PrivateSVC,
 )
@@ -43,7 +40,7 @@ def rules() -> list[Any]:
         LinearRule(loss, outputs=1, radius=1.0, **common),  # type: ignore[arg-type]
         SumsRule(**common),  # type: ignore[arg-type]
         GradientRule(loss=loss, outputs=1, rate=1.0, readings=0, **common),  # type: ignore[arg-type]
-        GradientRule(loss=loss, outputs=1, rate=1.0, readings=1, census=2, **common),  # type: ignore[arg-type]
+        GradientRule(loss=loss, outputs=1, rate=1.0, readings=1, has_many_rows=True, **common),  # type: ignore[arg-type]
     ]
 
 
@@ -79,57 +76,6 @@ def test_weights_say_where_their_bound_comes_from() -> None:
     )
 
 
-def test_balanced_counts_are_released() -> None:
-    x = np.random.default_rng(1).uniform(-1, 1, size=(6000, 3))
-    y = (x[:, 0] > 0.75).astype(int)
-    y[:300] = 1 - y[:300]
-    plain, fair = quick().fit(x, y), quick(class_weight="balanced").fit(x, y)
-    assert fair.n_steps_ == plain.n_steps_ + 1
-    counts = fair._stream.rule.counts
-    assert 0 < np.abs(counts - np.bincount(y)).max() < 5 * fair.plan_.noise_multiplier
-    scores = [balanced_accuracy_score(y, m.predict(x)) for m in (plain, fair)]
-    assert scores[1] > scores[0] + 0.02
-    for settings in ({"solver": "ftrl"}, {"solver": "objective"}):
-        with pytest.raises(Unsupported, match="count classes in private"):
-            quick(class_weight="balanced", **settings).fit(x, y)
-
-
-@pytest.mark.parametrize("solver", ["gd", "ftrl", "objective", "frank_wolfe"])
-def test_rows_with_missing_values_count_like_rows_of_weight_zero(solver: str) -> None:
-    gaps = X.copy()
-    gaps[::5, 1] = np.nan
-    model = quick(solver=solver, missing="skip").fit(gaps, Y)
-    assert "Rows with missing values add nothing" in model.privacy_.words()
-    other = gaps.copy()
-    other[::5, 0] = 0.9  # what else such a row holds, and its label, must not matter
-    flipped = np.where(np.isnan(gaps[:, 1]), 1 - Y, Y)
-    np.testing.assert_array_equal(
-        quick(solver=solver, missing="skip").fit(other, flipped).coef_, model.coef_
-    )
-    if solver == "gd":
-        assert model.n_left_out_ != 300
-        assert abs(model.n_left_out_ - 300) < 5 * model.plan_.noise_multiplier
-    with pytest.raises(ValueError, match="NaN"):
-        quick(solver=solver).fit(gaps, Y)
-    with pytest.raises(ValueError, match="NaN"):
-        model.predict(gaps)
-
-
-def test_missing_values_of_sparse_rows_and_streams() -> None:
-    gaps = X.copy()
-    gaps[::5, 1] = np.nan
-    dense = quick(missing="skip", mechanism="tree").fit(gaps, Y)
-    rows = quick(missing="skip", mechanism="tree").fit(sparse.csr_array(gaps), Y)
-    np.testing.assert_allclose(rows.coef_, dense.coef_, rtol=1e-9)
-    stream = quick(missing="skip", mechanism="tree", horizon=1500, max_weight=2.0)
-    for first in range(0, 1500, 500):
-        piece = slice(first, first + 500)
-        stream.partial_fit(gaps[piece], Y[piece], sample_weight=np.full(500, 2.0))
-    assert stream.privacy_.words().count("Rows with missing values") == 1
-    line = PrivateLinearRegression(bounds=(-1, 1), missing="skip", solver="sums", test_seed=0)
-    assert line.fit(gaps, X[:, 0]).score(X, X[:, 0]) > 0.3
-
-
 def test_the_loss_of_weighted_labels() -> None:
     loss = by_label(logistic(), 1.0, 3.0)
     x, y = X[:4], np.array([1.0, -1.0, 1.0, -1.0])
@@ -153,9 +99,7 @@ def test_the_loss_of_weighted_labels() -> None:
         ({"class_weight": {2: 1.0}}, None, "none of the classes"),
         ({"class_weight": {1: -1.0}}, None, "class_weight of 1"),
         ({"class_weight": "fair"}, None, "mapping of classes"),
-        ({"missing": "drop"}, None, "missing"),
         ({"solver": "objective"}, np.ones(1500), "use 'gd'"),
-        ({"missing": "skip", "release_score": True}, None, "leave it out"),
     ],
 )
 def test_refusals(settings: dict[str, Any], weight: Any, match: str) -> None:
@@ -167,7 +111,7 @@ def test_refusals(settings: dict[str, Any], weight: Any, match: str) -> None:
 def test_gaps_are_refused_in_words_that_help() -> None:
     gaps = X.copy()
     gaps[3, 0] = np.nan
-    with pytest.raises(InvalidInput, match="X contains NaN; give missing='skip'"):
+    with pytest.raises(InvalidInput, match="X contains NaN; fill the gaps"):
         quick().fit(gaps, Y)
     labels = np.where(Y == 1, "yes", "no").astype(object)
     labels[5] = None
@@ -199,9 +143,7 @@ def test_all_rows_of_a_unit_together_add_at_most_the_clip_norm(bounds: Any) -> N
     ids = rng.integers(40, size=300)
     x = (rng.normal(size=(40, 3)) * 3)[ids]  # the rows of a unit are alike, and add up
     y = (x[:, 0] > 0).astype(int)
-    made = PrivateLogisticRegression(
-        epsilon=8.0, rows_per_unit=2, classes=[0, 1], bounds=bounds, class_weight="balanced"
-    )
+    made = PrivateLogisticRegression(epsilon=8.0, rows_per_unit=2, classes=[0, 1], bounds=bounds)
     most: dict[int, float] = {}
 
     def sums(rule: Any, x: Any, y: Any, weight: Any = None) -> Any:

@@ -31,7 +31,7 @@ DROPPED = {
     **dict.fromkeys(
         (
             "individual", "pure", "lives", "exposed", "baseline_accuracy", "settings",
-            "tolerance", "progressive_score_not_private", "progressive_score", "rows_left_out",
+            "tolerance", "progressive_score_not_private", "progressive_score",
             "norm_histogram", "clip_norm_advice", "reserved_epsilon",
         ),
         "parts that go, and settings of which many go",

@@ -4,8 +4,7 @@ Tables are scikit-learn's own and made-up ones of NumPy's frozen generator. The 
 everywhere, products of matrices are not in their last bits, and descent carries these on: what is
 learned is held to 1e-6, scores (which count rows) to one row.
 
-What is left out, since it goes: trees, one-hot, PCA, `inference`, `release_score`, balanced class
-weights, `missing`, `rows_per_unit`, `max_weight`.
+`rows_per_unit` and `max_weight` are left out.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ from noshuffle.errors import (
     Unsupported,
 )
 from noshuffle.integrations.huggingface import PrivateTrainer, participation_of
-from noshuffle.integrations.huggingface_callback import PrivateTrainerCallback
 from noshuffle.integrations.huggingface_checks import refuse_mixed_rows
 from noshuffle.integrations.huggingface_padding import refuse_padding
 from noshuffle.noise import test_source
@@ -221,44 +220,6 @@ def test_users_with_many_sequences(tmp_path):
         trainer(tmp_path, data=data, plan=plan, per_device_train_batch_size=8, num_train_epochs=1)
 
 
-def plain_trainer(out, kind="full", *, run=None, seed=0, parts=2, callbacks=(), **options):
-    settings = {"gradient_accumulation_steps": parts, "train_sampling_strategy": "sequential"}
-    plan = options.pop("plan", None)
-    args = arguments(out, **settings, **options)
-    size = {"clip_norm": 0.6, "batch_size": 4 * parts, "source": test_source(seed=1)}
-    private = PrivateTrainerCallback(plan or fitted(args), run=run, **size)
-    given = {"train_dataset": Sentences(), "callbacks": [private, *callbacks]}
-    return transformers.Trainer(gpt2(kind, seed), args, **given), private
-
-
-def test_the_callback_form_is_the_same_as_by_hand_and_logs_nothing_raw(tmp_path):
-    made, callback = plain_trainer(tmp_path, save_strategy="no")
-    made.train()
-    hand = by_hand(tmp_path / "hand", "full", 2)
-    assert torch.equal(weights(made.model), weights(hand.model))
-    assert callback.statement().epsilon == hand.statement().epsilon
-    assert not set().union(*made.state.log_history) & {"loss", "train_loss", "grad_norm"}
-    with pytest.raises(InvalidInput, match="6 steps of another"):
-        made.train()
-    callback = PrivateTrainerCallback(callback.plan, clip_norm=0.6, batch_size=8)
-    rows = torch.utils.data.WeightedRandomSampler(torch.ones(ROWS), ROWS)
-    loader = torch.utils.data.DataLoader(Sentences(), 4, sampler=rows)
-    args = arguments(tmp_path, train_sampling_strategy="sequential")
-    with pytest.raises(InvalidInput, match="rows more than once"):
-        callback.on_train_begin(args, made.state, made.control, train_dataloader=loader)
-    for options in (
-        {"auto_find_batch_size": True},
-        {"include_num_input_tokens_seen": "all"},
-        {"train_sampling_strategy": "random"},
-        {"report_to": ["tensorboard"]},
-        {"label_smoothing_factor": 0.1},
-        {"ignore_data_skip": True},
-    ):
-        made.args = arguments(tmp_path, **{"train_sampling_strategy": "sequential", **options})
-        with pytest.raises(Unsupported, match="does not take"):
-            callback.on_train_begin(made.args, made.state, made.control, train_dataloader=None)
-
-
 @pytest.mark.slow
 def test_a_loop_of_accelerate_is_the_same_as_by_hand(tmp_path):
     """It divides every loss by the number of parts, by itself."""
@@ -282,21 +243,6 @@ def test_a_loop_of_accelerate_is_the_same_as_by_hand(tmp_path):
                 schedule.step()
     assert private.steps_released == 6
     assert torch.equal(weights(model), weights(by_hand(tmp_path / "hand", "full", 2).model))
-
-
-@pytest.mark.slow
-def test_the_callback_form_is_resumed_from_the_checkpoint_of_the_trainer(tmp_path):
-    made, _ = plain_trainer(tmp_path / "out", run=tmp_path / "run", callbacks=[Stop(4)])
-    with pytest.raises(KeyboardInterrupt):
-        made.train()
-    del made
-    with pytest.raises(InvalidInput, match="the run folder is at step 2"):
-        plain_trainer(tmp_path / "out", run=tmp_path / "run")[0].train()
-    again, callback = plain_trainer(tmp_path / "out", run=tmp_path / "run", seed=9)
-    again.train(resume_from_checkpoint=str(tmp_path / "out" / "checkpoint-2"))
-    assert callback.private.steps_released == 6
-    hand = by_hand(tmp_path / "hand", "full", 2)
-    assert torch.equal(weights(again.model), weights(hand.model))
 
 
 @pytest.mark.parametrize(
@@ -450,19 +396,13 @@ def bert():
     return transformers.BertForSequenceClassification(config)
 
 
-@pytest.mark.parametrize("form", [PrivateTrainer, PrivateTrainerCallback])
-def test_padding_that_changes_results_is_refused(tmp_path, form):
+def test_padding_that_changes_results_is_refused(tmp_path):
     """One long row moved the sum of 64 by 3.7 clip norms, twice what its own may change."""
     for has_mask in (True, False):
         args = arguments(tmp_path, num_train_epochs=1, save_strategy="no")
-        args.train_sampling_strategy = "sequential"
-        own = {"plan": fitted(args, Ragged()), "clip_norm": 0.6}
         given = {"train_dataset": Ragged(), "data_collator": padded(has_mask=has_mask)}
-        if form is PrivateTrainer:
-            made = PrivateTrainer(bert(), args, **given, **own)
-        else:
-            watch = form(**own, batch_size=4)
-            made = transformers.Trainer(bert(), args, callbacks=[watch], **given)
+        plan = fitted(args, Ragged())
+        made = PrivateTrainer(bert(), args, plan=plan, clip_norm=0.6, **given)
         if has_mask:
             made.train()
         else:
@@ -584,10 +524,6 @@ def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path, rule)
     with pytest.raises(InvalidInput, match=r"same rows 2 times.*participation_of"):
         trainer(tmp_path, plan=plan)
     trainer(tmp_path, plan=plan, num_train_epochs=1)
-    made, callback = plain_trainer(tmp_path, plan=plan)
-    with pytest.raises(InvalidInput, match=r"same rows 2 times.*participation_of"):
-        made.train()
-    assert not hasattr(callback, "private")
 
 
 def test_the_best_model_is_that_of_an_unbroken_run(tmp_path):
@@ -686,18 +622,12 @@ class Endless(IterableDataset):
         return (self.rows[(i * 5 + self.passes) % 24] for i in range(24))
 
 
-@pytest.mark.parametrize("form", [PrivateTrainer, PrivateTrainerCallback])
 @pytest.mark.parametrize("rule", [ns.SinglePass(12), ns.MinSeparation(12, 6, 2)])
-def test_a_stream_that_a_second_pass_puts_together_anew_is_refused(tmp_path, rule, form):
+def test_a_stream_that_a_second_pass_puts_together_anew_is_refused(tmp_path, rule):
     """By content its batches are new ones: every row took part twice in a plan of one pass."""
     args = arguments(tmp_path, max_steps=12, save_strategy="no")
-    args.train_sampling_strategy = "sequential"
-    own = {"plan": _fitted(rule, "tree", "example"), "clip_norm": 0.6}
-    if form is PrivateTrainer:
-        made = PrivateTrainer(gpt2(), args, train_dataset=Endless(), **own)
-    else:
-        watch = form(**own, batch_size=4)
-        made = transformers.Trainer(gpt2(), args, train_dataset=Endless(), callbacks=[watch])
+    plan = _fitted(rule, "tree", "example")
+    made = PrivateTrainer(gpt2(), args, train_dataset=Endless(), plan=plan, clip_norm=0.6)
     with pytest.raises(ParticipationViolation, match="the batch of step 6"):
         made.train()
 

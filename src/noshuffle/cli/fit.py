@@ -13,7 +13,6 @@ from noshuffle.cli.from_record import takes
 from noshuffle.cli.promise import Output, print_json
 from noshuffle.cli.run_home import check_new_folder, dated
 from noshuffle.cli.words import quoted, say
-from noshuffle.errors import InvalidInput, NoshuffleError
 
 _SCHEMA = (
     "The columns of the table, which of them hold numbers and which text, and the number of rows "
@@ -25,8 +24,8 @@ _SCHEMA = (
 def fit(asked: FitSettings, output: Output) -> None:
     """Fit a linear model to a table with differential privacy.
 
-    FILE is a .csv (with a line of column names) or .parquet table. Give --bounds and --classes:
-    what is known of the data beforehand costs no privacy.
+    FILE is a .csv table with a line of column names. Give --bounds and --classes: what is known of
+    the data beforehand costs no privacy.
     """
     from noshuffle import convex
     from noshuffle.convex.given_bounds import NoBounds
@@ -54,7 +53,7 @@ def fit(asked: FitSettings, output: Output) -> None:
         warnings.simplefilter("ignore", NoBounds)  # said above, of --bounds
         model.fit(table.x, table.y, table.weights, ids=table.ids, run=path)
     if model.solver_ == "gd":  # independent noise; how often it reads follows from the table
-        idle = ("mechanism", "release_score", *(["passes"] if asked.passes == 1 else []))
+        idle = ("mechanism", *(["passes"] if asked.passes == 1 else []))
         kept = {name: value for name, value in kept.items() if name not in idle}
     how: dict[str, Any] = {"kind": "fit", "file": asked.file.name, "target": asked.target}
     how |= {
@@ -63,7 +62,6 @@ def fit(asked: FitSettings, output: Output) -> None:
         "solver": model.solver_,
         "bounds": None if model.bounds_ is None else model.bounds_.tolist(),
         "rows": len(table.y),
-        "score": _scored(model),
     }
     statement = _write_results(RunFolder(path), model, table, how)
     write_report(path)
@@ -71,29 +69,16 @@ def fit(asked: FitSettings, output: Output) -> None:
     _print(model, statement, path, as_json=output.json)
 
 
-def _scored(model: Any) -> str:
-    """What the progressive score of a model is."""
-    return "accuracy" if hasattr(model, "classes_") else "mean absolute error"
-
-
 def _table(asked: FitSettings) -> Any:
     from noshuffle.cli.table_file import read_table
 
-    try:
-        return read_table(
-            asked.file,
-            target=asked.target,
-            ids=asked.ids,
-            weights=asked.weights,
-            missing=asked.missing,
-            categories=categories_of(asked.categories or []),
-        )
-    except NoshuffleError:
-        raise
-    except (UnicodeDecodeError, ValueError):  # pyarrow's complaints are ValueErrors
-        raise InvalidInput(
-            f"{asked.file} could not be read; give a .csv table in UTF-8, or a .parquet one"
-        ) from None
+    return read_table(
+        asked.file,
+        target=asked.target,
+        ids=asked.ids,
+        weights=asked.weights,
+        categories=categories_of(asked.categories or []),
+    )
 
 
 def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any:
@@ -118,20 +103,12 @@ def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any
 
 
 def _write_metrics(run: Any, model: Any) -> None:
-    """ε spent and, where it was released, the progressive score, at up to 200 steps."""
-    curve, released = getattr(model, "progress_", None), model.n_steps_
-    every = max(1, released // 200)
+    """ε spent, at up to 20 steps."""
+    released = model.n_steps_
+    every = 10 * max(1, released // 200)
     for step in range(1, released + 1):
-        if step % every and step != released:
-            continue
-        row: dict[str, Any] = {"step": step}
-        if step == released or step % (10 * every) == 0:
-            row["epsilon"] = model.plan_.epsilon_after(step)
-        if curve is not None and step <= len(curve):
-            rows, score, deviation = (float(v) for v in curve[step - 1])
-            row |= {"rows": int(rows), "progressive_score": score}
-            row["progressive_deviation"] = deviation
-        run.append_metrics(row)
+        if step % every == 0 or step == released:
+            run.append_metrics({"step": step, "epsilon": model.plan_.epsilon_after(step)})
 
 
 def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
@@ -145,7 +122,6 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
             "rows": model.n_rows_,
             "report": str(page),
             "solver": model.solver_,
-            "rows_left_out": getattr(model, "n_left_out_", None),
             "progressive_score_not_private": None if unscored else model.progressive_score_,
             "statement": statement.to_dict(),
         }
@@ -153,16 +129,10 @@ def _print(model: Any, statement: Any, path: Path, *, as_json: bool) -> None:
         return
     say(statement.words())
     print(f"\n{model.n_rows_:,} rows read in {model.n_steps_:,} steps of {model.solver_}")
-    if hasattr(model, "n_left_out_"):
-        print(f"about {max(model.n_left_out_, 0):,.0f} rows left out (released with noise)")
     print(f"model: {path / 'model.json'}")
     if not unscored:
         print(
             f"progressive {score} {model.progressive_score_:.4f} "
             "(from raw targets, not private: for your eyes, not in the run folder)"
         )
-    if hasattr(model, "progress_"):
-        _, value, deviation = model.progress_[-1]
-        shown = f"{_scored(model)} {value:.4f} ± {2 * deviation:.4f}"
-        print(f"released progressive {shown} (covered by ε)")
     print(f"report: {page}\ncheck the evidence: noshuffle verify {quoted(path)}")

@@ -46,7 +46,7 @@ _PASSED_ON = (
 
 @dataclass(frozen=True, kw_only=True)
 class FitSettings:
-    file: Path = argument("a .csv or .parquet table, learned in its order")
+    file: Path = argument("a .csv table, learned in its order")
     target: str = setting(..., "the column to predict")
     task: str = setting("logistic", ", ".join(TASKS), check=partial(one_of, TASKS))
     epsilon: float = setting(1.0, "ε of the whole run", check=positive)
@@ -76,20 +76,11 @@ class FitSettings:
     max_weight: float | None = setting(
         None, "largest weight, known beforehand (without it weights are taken to be public)"
     )
-    class_weight: str | None = setting(None, "balanced, or CLASS=weight,CLASS=weight")
+    class_weight: str | None = setting(None, "CLASS=weight,CLASS=weight")
     quantile: float | None = setting(None, "quantile: which one (default: 0.5, the median)")
     width: float | None = setting(None, "huber: residuals beyond it count linearly")
-    missing: str = setting(
-        "zero",
-        "empty cells: zero, or skip (their rows are left out)",
-        check=partial(one_of, ("zero", "skip")),
-    )
     categories: list[str] | None = setting(
         None, "text columns: COLUMN=a,b,c, known beforehand (repeat as needed)"
-    )
-    score: bool = setting(
-        False,
-        "ftrl: release the progressive score with noise, for 3 % more of it, and draw it",
     )
     out: Path | None = setting(None, FOLDER_HELP)
     test_seed: str | None = setting(None, TEST_SEED_HELP)
@@ -105,8 +96,6 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
         **{name: getattr(asked, name) for name in _PASSED_ON},
         "mechanism": mechanism_named(asked.mechanism),
         "bounds": _bounds(asked.bounds or [], table),
-        "missing": "skip" if asked.missing == "skip" else None,
-        "release_score": asked.score,
         "test_seed": asked.test_seed,
     }
     if asked.radius is not None:
@@ -198,15 +187,13 @@ def _classes(text: str, y: Any) -> list[Any]:
     return [int(v) if v.is_integer() and y.dtype.kind in "iu" else v for v in numbers]
 
 
-def _class_weight(text: str, y: Any) -> Any:
-    """ "balanced", or the mapping that CLASS=weight,… means."""
-    if text == "balanced":
-        return text
+def _class_weight(text: str, y: Any) -> dict[Any, float]:
+    """The mapping that CLASS=weight,… means."""
     pairs = [part.rpartition("=") for part in text.split(",")]
     try:
         weights = [float(weight) for _, _, weight in pairs]
     except ValueError:
         raise InvalidInput(
-            f"--class-weight must be balanced, or CLASS=weight as in 0=1,1=5; got {text!r}"
+            f"--class-weight must be CLASS=weight as in 0=1,1=5; got {text!r}"
         ) from None
     return dict(zip(_classes(",".join(name for name, _, _ in pairs), y), weights))

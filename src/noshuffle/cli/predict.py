@@ -2,9 +2,8 @@
 
 Numbers are clamped to the bounds that the model was fitted with, text becomes indicators of the
 model's categories; the target and other columns of the table are not read.
-Empty cells count as they did in the fit: as zero, or with `--missing skip` their rows have no
-prediction. Predictions are for whoever holds the rows: the model is released and covered by its
-statement, the rows that it is asked about are not.
+Empty cells count as zero, as they did in the fit. Predictions are for whoever holds the rows: the
+model is released and covered by its statement, the rows that it is asked about are not.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ _OF_LOGARITHMS = ("PrivatePoissonRegressor", "PrivateGammaRegressor")
 @dataclass(frozen=True, kw_only=True)
 class PredictSettings:
     run: Path = argument("the run folder of noshuffle fit")
-    file: Path = argument("a .csv or .parquet table with the columns of the model")
+    file: Path = argument("a .csv table with the columns of the model")
     out: Path | None = setting(None, "a .csv file for the predictions (default: printed)")
 
     def __post_init__(self) -> None:
@@ -37,7 +36,7 @@ class PredictSettings:
 def predict(asked: PredictSettings, output: Output) -> None:
     """Predict the rows of a table by a model of noshuffle fit.
 
-    RUN is its folder, FILE a .csv or .parquet table with the same columns.
+    RUN is its folder, FILE a .csv table with the same columns.
     """
     from noshuffle.release.files import read_json, write_bytes
     from noshuffle.release.folder import RunFolder
@@ -72,7 +71,6 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     table = read_table(
         file,
         target=None,
-        missing="skip" if config.get("missing") == "skip" else "zero",
         only={name for name in columns if name not in made} | set(listed),
         categories=listed,
     )
@@ -83,8 +81,6 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     if config.get("bounds") is not None:
         low, high = np.array(config["bounds"], dtype=float).T
         x = np.clip(x, low, high)
-    whole = np.asarray(~np.isnan(x).any(axis=1))
-    x = np.where(whole[:, None], x, 0.0)
     margins = x @ np.atleast_2d(model["coef"]).T + np.atleast_1d(model["intercept"])
     if "classes" not in model:
         low, high = config["target_bounds"]
@@ -92,7 +88,7 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
         if model["kind"] in _OF_LOGARITHMS:
             low, expected = 0.0, np.exp(np.minimum(expected, np.log(high)))
         found = np.clip(expected, low, high).tolist()
-        return _lines(["prediction"], whole, found)
+        return _lines(["prediction"], found)
     if margins.shape[1] == 1:
         chances = np.hstack([expit(-margins), expit(margins)])
     else:
@@ -100,11 +96,10 @@ def _predicted(model: dict[str, Any], config: dict[str, Any], file: Path) -> lis
     codes = chances.argmax(axis=1)
     told = [model["classes"][code] for code in codes]
     if model["kind"] != "PrivateLogisticRegression":
-        return _lines(["prediction"], whole, told)
-    return _lines(["prediction", "probability"], whole, told, chances.max(axis=1).tolist())
+        return _lines(["prediction"], told)
+    return _lines(["prediction", "probability"], told, chances.max(axis=1).tolist())
 
 
-def _lines(names: list[str], whole: Any, *columns: list[Any]) -> list[list[Any]]:
-    """Names, and the cells of every row; of rows that miss a value they are empty."""
-    rows = zip(whole.tolist(), *columns)
-    return [names, *([v if is_there else None for v in cells] for is_there, *cells in rows)]
+def _lines(names: list[str], *columns: list[Any]) -> list[list[Any]]:
+    """Names, and the cells of every row."""
+    return [names, *map(list, zip(*columns))]

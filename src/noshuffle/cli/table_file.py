@@ -1,9 +1,9 @@
-"""A whole table from a file: CSV (`number_rows`), or Parquet where a reader is installed.
+"""A whole table from a CSV file (`number_rows`).
 
 Every column but the target (and the ids) is a feature. Numbers are taken as they are. Text needs a
 public meaning: those of its values that `categories` lists become indicators; otherwise text is
-refused. Empty cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero, or
-as NaN (`missing="skip"`); an empty target is refused.
+refused. Empty cells of features, and NA, N/A, #N/A, null or NULL among numbers, count as zero; an
+empty target is refused.
 
 >>> import pathlib, tempfile
 >>> with tempfile.TemporaryDirectory() as folder:
@@ -16,10 +16,8 @@ as NaN (`missing="skip"`); an empty target is refused.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +25,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.cli.number_rows import NO_NUMBER, CellRows, check_named, open_text, require_columns
-from noshuffle.errors import DataUnavailable, InvalidInput, Unsupported
+from noshuffle.errors import DataUnavailable, InvalidInput
 
 Array = NDArray[np.float64]
 #: Of columns that become indicators, the values that have one.
@@ -57,19 +55,17 @@ def read_table(
     target: str | None,
     ids: str | None = None,
     weights: str | None = None,
-    missing: str = "zero",
     only: set[str] | None = None,
     categories: Categories | None = None,
 ) -> Table:
-    """Read a .csv or .parquet file; the first line of a CSV names the columns.
+    """Read a .csv file, whose first line names the columns.
 
     Without a target y is empty; `only` names the columns that are read as features.
     """
     categories = categories or {}
     if not path.is_file():
-        raise DataUnavailable(f"{path} is not a file; give a .csv or .parquet table")
-    cells = _parquet(path) if path.suffix in (".parquet", ".pq") else _csv(path)
-    empty = math.nan if missing == "skip" else 0.0
+        raise DataUnavailable(f"{path} is not a file; give a .csv table")
+    cells = _csv(path)
     require_columns(path, cells, target, ids, weights, *sorted(only or ()))
     features = {
         name: column
@@ -83,7 +79,7 @@ def read_table(
         raise InvalidInput(f"categories name {unknown[0]!r}, which is no feature of {path}")
     blocks, names = [], []
     for name, column in features.items():
-        numbers = _numbers(_emptied(column), name=name, empty=empty)
+        numbers = _numbers(_emptied(column), name=name)
         if name in categories:
             listed = {value: i for i, value in enumerate(categories[name])}
             blocks.append(_one_hot([listed.get(cell, -1) for cell in column], len(listed)))
@@ -132,20 +128,6 @@ def _csv(path: Path) -> dict[str, list[str]]:
     return columns
 
 
-def _parquet(path: Path) -> dict[str, list[str]]:
-    if find_spec("pyarrow") is None:
-        raise Unsupported(
-            f"{path} is Parquet, which needs pyarrow; install it, or write the table as CSV"
-        )
-    from pyarrow import parquet  # type: ignore[import-not-found,import-untyped,unused-ignore]
-
-    columns = parquet.read_table(path).to_pydict()
-    return {
-        name: ["" if cell is None else str(cell) for cell in column]
-        for name, column in columns.items()
-    }
-
-
 def _emptied(column: list[str]) -> list[str]:
     """The column with empty cells in the place of words for them, if it holds something else."""
     if not NO_NUMBER.intersection(column) or not set(column) - NO_NUMBER - {""}:
@@ -153,15 +135,15 @@ def _emptied(column: list[str]) -> list[str]:
     return ["" if cell in NO_NUMBER else cell for cell in column]
 
 
-def _numbers(column: list[str], *, name: str, empty: float = 0.0) -> Array | None:
-    """The column as finite numbers (empty cells as `empty`), or None if it is text."""
+def _numbers(column: list[str], *, name: str) -> Array | None:
+    """The column as finite numbers (empty cells as zero), or None if it is text."""
     try:
-        values = np.array([float(cell) if cell else empty for cell in column])
+        values = np.array([float(cell) if cell else 0.0 for cell in column])
     except ValueError:
         return None
     if any("_" in cell for cell in column):  # Python's 1_000, which is no number elsewhere
         return None
-    if not np.isfinite(values[[bool(cell) for cell in column]]).all():
+    if not np.isfinite(values).all():
         raise InvalidInput(
             f"column {name!r} must hold finite numbers, got nan or inf; leave such cells empty"
         )

@@ -16,7 +16,6 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import numpy as np
-from numpy.typing import NDArray
 from sklearn.base import BaseEstimator, RegressorMixin
 from sklearn.utils.validation import check_is_fitted, validate_data
 
@@ -27,13 +26,7 @@ from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.saved import Saveable
 from noshuffle.convex.stream_fit import BLOCK, StreamFit
 from noshuffle.convex.table_fit import ONE_SHOT
-from noshuffle.convex.weighting import (
-    LEFT_OUT,
-    by_class,
-    given_weights,
-    unit_weights,
-    without_missing,
-)
+from noshuffle.convex.weighting import by_class, given_weights, unit_weights
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
 from noshuffle.one_owner import in_turn
 from noshuffle.optim.composite import Composite
@@ -79,12 +72,8 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         behind one that is added or removed would move to other batches.
     max_weight : the largest weight that a row may have, for `sample_weight` of `fit` and
         `partial_fit`; noise grows by it. None: weights of `fit` are public (see `weighting`).
-    missing : "refuse", or "skip": rows with NaN add nothing; "gd" releases their number with noise,
-        as `n_left_out_`, in one more reading.
     rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
         this many at most, together, and the guarantee is for all of them. Noise grows by it.
-    release_score : also release the progressive score with noise, as `progress_` (rows, score,
-        deviation), covered by the same statement for 3 % more noise (see `progress`).
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
         survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
         same rows warns.
@@ -113,9 +102,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     fit_intercept: bool = True
     neighbours: str = "zero-out"
     max_weight: float | None = None
-    missing: str = "refuse"
     rows_per_unit: int | None = None
-    release_score: bool = False
     budget: Any = None
     test_seed: int | str | None = None
     verbose: bool = False
@@ -127,10 +114,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
 
         def _loss(self, classes: int) -> MarginLoss: ...
         def _targets(self, y: Any) -> Targets: ...
-
-    def _score_unit(self) -> float:
-        """What a score of one means in the units of the data."""
-        return 1.0
 
     def _publish(self) -> None:
         self.coef_: Array
@@ -154,8 +137,6 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             return X, y
         refuse_complex(X=X, y=y)
         checks: dict[str, Any] = {"accept_sparse": "csr", "dtype": _FLOATS, "reset": reset}
-        if self.missing == "skip":
-            checks["ensure_all_finite"] = "allow-nan"
         numeric = isinstance(self, RegressorMixin)
         try:
             return validate_data(self, X, y, y_numeric=numeric, **checks)  # type: ignore[no-any-return]
@@ -168,7 +149,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
                     ) from None
                 raise
             raise InvalidInput(
-                "X contains NaN; give missing='skip' to leave such rows out, or fill the gaps"
+                "X contains NaN; fill the gaps with numbers that are known beforehand"
             ) from None
 
     def _is_plain(self, X: Any, y: Any) -> bool:
@@ -189,26 +170,13 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             and (y.dtype.kind != "f" or bool(np.isfinite(y).all()))
         )
 
-    def _weigh(
-        self, sample_weight: Any, y: Targets, whole: NDArray[np.bool_] | None
-    ) -> tuple[Array | None, float, tuple[str, ...]]:
+    def _weigh(self, sample_weight: Any, y: Targets) -> tuple[Array | None, float, tuple[str, ...]]:
         """Weights of rows (None: all 1), the largest possible one, and what to state of them."""
         values, most, notes = given_weights(sample_weight, rows=len(y), max_weight=self.max_weight)
         table = by_class(getattr(self, "class_weight", None), getattr(self, "classes_", None))
         if table is not None:
             most *= float(table.max())
             values = table[y] if values is None else values * table[y]
-        if whole is not None:
-            values, notes = (
-                np.where(whole, 1.0 if values is None else values, 0.0),
-                (*notes, LEFT_OUT),
-            )
-        has_gaps = whole is not None or self.max_weight is not None
-        if has_gaps and self.release_score:
-            raise Unsupported(
-                "release_score counts every row, which missing='skip' and max_weight do not; "
-                "leave it out"
-            )
         return values, most, notes
 
     @property
@@ -234,11 +202,10 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         (plan, ledger, statement), which `verify` reads.
         """
         X, y = self._checked(X, y, reset=True)
-        X, whole = without_missing(X, self.missing)
         notes = self._take_classes(y)
         targets = self._targets(y)  # refuses unknown classes before anything begins
         instance_of((bool, np.bool_), fit_intercept=self.fit_intercept)
-        weight, self._most_weight, more = self._weigh(sample_weight, targets, whole)
+        weight, self._most_weight, more = self._weigh(sample_weight, targets)
         if self.rows_per_unit is not None:
             ids = None if ids is None else list(ids)
             own = unit_weights(ids, self.rows_per_unit, rows=len(targets))
@@ -254,7 +221,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         if self.solver_ in ONE_SHOT:
             if sample_weight is not None:
                 raise Unsupported(f"solver={self.solver_!r} has no sample_weight; use 'gd'")
-            self._answer(X, targets, ids, whole, *notes)
+            self._answer(X, targets, ids, *notes)
             remember(sketched)
             return self
         self._begin(X.shape[1], rows=X.shape[0], run=run)
@@ -311,18 +278,16 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             )
         kept = _NOTHING if goes_on else forget(self)
         X, y = self._checked(X, y, reset=not goes_on)
-        X, whole = without_missing(X, self.missing)
         if not goes_on:
             one_of(self._SOLVERS, solver=self.solver)
             self.solver_ = "sums" if self.solver == "sums" else "ftrl"
-            self._refuse_balance()
             self._refuse_private_bounds()
             self._refuse_many_rows()
             if self.test_seed is None and self.epsilon != math.inf:
                 warn_of_targets(self)
         self._name_classes(classes, goes_on=goes_on)
         targets = self._targets(y)
-        weight, most, more = self._weigh(sample_weight, targets, whole)
+        weight, most, more = self._weigh(sample_weight, targets)
         if not goes_on:
             self._most_weight = most
             self._begin(X.shape[1], rows=None, run=run)

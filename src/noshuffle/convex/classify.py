@@ -41,8 +41,7 @@ class PrivateLinearClassifier(ClassTargets, ClassifierMixin, PrivateLinearModel)
     Parameters
     ----------
     classes : all classes that may come, known beforehand.
-    class_weight : {class: weight} (1 where it names none), or "balanced" for "gd": from counts that
-        are released with noise (see `weighting`).
+    class_weight : {class: weight}, 1 where it names none (see `weighting`).
     """
 
     classes: Any = None

@@ -54,7 +54,8 @@ class PrivateHuberRegressor(PrivateRegressor):
 
     def _record(self, **bounds: Any) -> losses.Loss:
         positive(width=self.width)
-        return losses.huber(width=2.0 * self.width / self._score_unit(), **bounds)
+        low, high = self._limits()
+        return losses.huber(width=2.0 * self.width / (high - low), **bounds)
 
     def _loss(self, classes: int) -> MarginLoss:
         return PerMargin(self._record(least_slope=LEAST_SLOPE))
@@ -83,10 +84,6 @@ class LogRSquared(RSquared):
     def __call__(self, margins: Array, y: Targets) -> None:
         super().__call__(np.exp(np.minimum(margins, 0.0)), y)
 
-    @staticmethod
-    def each(margins: Array, y: Targets) -> Array:
-        return RSquared.each(np.exp(np.minimum(margins, 0.0)), y)
-
 
 @dataclass(kw_only=True, eq=False, repr=False)
 class PrivateLogRegressor(PrivateRegressor):
@@ -109,9 +106,6 @@ class PrivateLogRegressor(PrivateRegressor):
     def _lowest_target(self) -> float:
         low, high = self._limits()
         return low / high
-
-    def _score_unit(self) -> float:
-        return 2.0 * self._limits()[1]
 
     def _targets(self, y: Any) -> Array:
         self._fitted_limits = low, high = self._limits()

@@ -1,7 +1,7 @@
 """GradientFit: how "gd" reads a table: how many readings of which kind, and the rule that has them.
 
 All of it follows from settings, the shape of the table, ε and δ. In order: two kinds that find
-bounds (`ranges`), a census, windows of targets, columns, gradients, and at the end what the
+bounds (`ranges`), a count of rows, windows of targets, columns, gradients, and at the end what the
 calibration of models of log y needs. State: the schedule of the fit.
 """
 
@@ -40,7 +40,6 @@ class GradientFit:
         alpha: float
         bounds: Any
         fit_intercept: bool
-        missing: str
         rows_per_unit: int | None
         _most_weight: float
 
@@ -58,7 +57,7 @@ class GradientFit:
         """Set the schedule; how often the table is read in all."""
         self._schedule = found = self._scheduled(rows, columns, is_sparse=is_sparse)
         self._windows, self._worth = self._looks(rows, columns)
-        asked = int(self._census() > 0) + self._windows + self._balances()
+        asked = int(self.rows_per_unit is not None) + self._windows + self._balances()
         asked += self._halvings()
         return found.readings + found.steps + asked + 2 * self._repeats()
 
@@ -133,17 +132,6 @@ class GradientFit:
         means = mean_steps(steps, reach=rows / self._most_weight * mu)
         return found._replace(steps=steps, means=max(means, int(self._IS_LOG)))
 
-    def _is_balanced(self) -> bool:
-        given = getattr(self, "class_weight", None)
-        return isinstance(given, str) and given == "balanced"
-
-    def _census(self) -> int:
-        """Classes that "gd" counts before it begins (1: rows only, 0: nothing)."""
-        if self._is_balanced():
-            return len(getattr(self, "classes_", ()))
-        is_partial = self.missing == "skip" or self.rows_per_unit is not None
-        return int(is_partial)
-
     def _gradient_rule(
         self, loss: MarginLoss, features: int, outputs: int, clip_norm: float
     ) -> GradientRule:
@@ -159,9 +147,7 @@ class GradientFit:
             ridge=self.alpha if self.penalty == "l2" else 0.0,
             fit_intercept=self.fit_intercept,
             most_weight=self._most_weight,
-            census=self._census(),
             has_many_rows=self.rows_per_unit is not None,
-            is_balanced=self._is_balanced(),
             is_log=self._IS_LOG,
             lowest=self._lowest_target(),
             balances=self._balances(),

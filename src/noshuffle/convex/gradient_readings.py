@@ -1,6 +1,6 @@
 """GradientReadings: which reading of "gd" is about what, in order, and how much noise it has.
 
-    census · windows of targets · columns · means or quantiles of targets · how far they lie apart
+    rows · windows of targets · columns · means or quantiles of targets · how far they lie apart
     · gradients · calibration (models of log y)
 
 Sizes and places follow from the settings alone. `gradient_rule` says what is done with them.
@@ -10,13 +10,12 @@ State: what the first readings released, iterate, velocity and sums of the desce
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import numpy as np
 
 from noshuffle.convex.arrays import CLIP_SLACK
 from noshuffle.convex.calibration import LARGEST
-from noshuffle.convex.census import filled
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import Phase
 from noshuffle.convex.rule import Rule, Watch
@@ -40,12 +39,9 @@ class GradientReadings(Rule):
     ridge: float = 0.0
     fit_intercept: bool = True
     most_weight: float = 1.0
-    #: Classes to count in the first reading (1: rows only; 0: no such reading), and to balance.
-    census: int = 0
-    #: Whether a unit has several rows, whose weights add up to `most_weight` at most. Then counts
-    #: and sums of columns are of weighted rows, as gradients are.
+    #: Whether a unit has several rows, whose weights add up to `most_weight` at most. The first
+    #: reading then counts rows; counts and sums of columns are of weighted rows, as gradients are.
     has_many_rows: bool = False
-    is_balanced: bool = False
     #: Of regressions: whether predictions are e^s, and the lowest target (the largest is 1).
     is_log: bool = False
     lowest: float = -1.0
@@ -67,7 +63,7 @@ class GradientReadings(Rule):
     watch: Watch | None = None
 
     _STATE: ClassVar[tuple[str, ...]] = ("_theta", "_velocity", "_average", "_moments", "_centre")
-    _STATE += ("_scale", "_count", "_taken", "counts", "_class_weight", "_gain")
+    _STATE += ("_scale", "_count", "_taken", "_counted", "_gain")
     _STATE += ("learning_rate", "_row_length", "_shift", "_gap")
     _STATE += ("_bins", "_middle", "_unit", "_is_scarce", "_origin", "_stretch", "_steep", "_asked")
     _STATE += ("_discount", "_highest")
@@ -77,8 +73,8 @@ class GradientReadings(Rule):
         non_negative(alpha=self.ridge)
         k, p = self.outputs, self.features
         self._columns = 2 * p if self.readings else 0
-        self.size = max(k * (p + 1), self._columns, self.census, BINS if self.windows else 0)
-        self._counting = int(self.census > 0)
+        self.size = max(k * (p + 1), self._columns, BINS if self.windows else 0)
+        self._counting = int(self.has_many_rows)
         self._lead_in = self._counting + self.windows  # readings before the first of the columns
         self._begin = self._lead_in + self.readings  # readings before the first of the intercept
         self._before = self._begin + self.means + self.halvings  # readings before the gradients
@@ -88,9 +84,9 @@ class GradientReadings(Rule):
         self._origin, self._stretch, self._steep = 0.0, 1.0, 1.0
         self._highest = self.lowest  # targets that were seen for sure
         self._discount = 0.0  # steps that earlier ones are worth less, whose unit was larger
-        #: Released numbers of rows by class, and what follows from them.
-        self.counts, self._class_weight = np.zeros(self.census), np.ones(max(self.census, 1))
-        self._gain, self._shift, self._gap = 1.0, 0.0, np.zeros(2)
+        #: Released number of rows, and by what means are multiplied.
+        self._counted, self._gain = 0.0, 1.0
+        self._shift, self._gap = 0.0, np.zeros(2)
         self._balance_unit = self.clip_norm * (1 - CLIP_SLACK) / LARGEST
         self._theta, self._velocity, self._average = (np.zeros((k, p + 1)) for _ in range(3))
         self._moments = np.zeros(self._columns)
@@ -145,9 +141,10 @@ class GradientReadings(Rule):
 
     @property
     def _filled(self) -> float:
-        """Rows for each row that was counted."""
-        if not self.census:
+        """Rows for each row that was counted; between 1 and 1,000 whatever the noise says."""
+        if not self.has_many_rows:
             return 1.0
-        unit, rows = self._phase.plan.noise_multiplier, float(self._phase.batch_size)
-        known: dict[str, Any] = {"deviation": unit, "has_many_rows": self.has_many_rows}
-        return filled(self.counts, rows=rows, **known)
+        rows = float(self._phase.batch_size)
+        # Of units with a hundred rows each, one counts.
+        least = min(0.1 * rows, max(1e-3 * rows, 4.0 * self._phase.plan.noise_multiplier))
+        return rows / min(max(self._counted, least), rows)

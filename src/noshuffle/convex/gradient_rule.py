@@ -11,7 +11,8 @@ release the sums of (x, x²) over the columns, by which rows are standardised to
 Of two classes the first released gradient tells the share π̂ of the rarer one
 (`schedule.rarer_share`): where `eases`, `schedule.easing` says what follows from it.
 
-Before them one reading may count rows, by class where classes are to be balanced (`census`).
+Where units have several rows, one reading before them counts rows by their weights: of n rows n̂
+were released, and means are multiplied by n/n̂.
 Clipped slopes make predictions of models of log y too small: as many readings as there are of
 columns correct the intercept at the end (`calibration`). Weights of rows (`weighting`) multiply
 clipped gradients.
@@ -42,7 +43,6 @@ import numpy as np
 from noshuffle.clipping.factor import clip_factor
 from noshuffle.convex.arrays import CLIP_SLACK, Array, Targets
 from noshuffle.convex.calibration import calibration_sum, growth
-from noshuffle.convex.census import balance
 from noshuffle.convex.rows import squared_norms
 from noshuffle.convex.schedule import easing, rarer_share
 from noshuffle.convex.shrinkage import kept_share
@@ -79,9 +79,8 @@ class GradientRule(TargetRule):
         if weight is not None:
             there *= weight / self.most_weight if self.has_many_rows else weight > 0
         if self._count < self._counting:
-            codes = y.astype(np.int64) if self.census > 1 else np.zeros(len(y), dtype=np.int64)
-            counts = np.bincount(codes, there, self.census)
-            out[: self.census] = self.clip_norm * (1 - CLIP_SLACK) * counts
+            counted = np.bincount(np.zeros(len(y), dtype=np.int64), there, 1)
+            out[:1] = self.clip_norm * (1 - CLIP_SLACK) * counted
         elif self._count < self._lead_in:
             held = np.bincount(bins_of(self._in_units(y)), there, BINS)
             out[:BINS] = self.clip_norm * (1 - CLIP_SLACK) * held
@@ -126,8 +125,6 @@ class GradientRule(TargetRule):
             norms = np.sqrt(np.einsum("ij,ij->i", residual, residual)) * np.sqrt(squares)
             factor = clip_factor(norms, self.clip_norm / self.most_weight, slack=CLIP_SLACK)
             factor = factor if weight is None else factor * weight
-            if self.is_balanced:
-                factor = factor * self._class_weight[y.astype(np.int64)]
             residual *= factor[:, None]
         far |= ~np.isfinite(residual).all(axis=1)
         residual[far] = 0.0
@@ -157,7 +154,9 @@ class GradientRule(TargetRule):
     def update(self, mean: Array, *, step: int) -> None:
         self._count += 1
         if self._count <= self._counting:
-            self._take_census(mean * (self._phase.batch_size * self._share / self.clip_norm))
+            rows = mean[0] * (self._phase.batch_size * self._share / self.clip_norm)
+            self._counted = float(rows)
+            self._gain = self._filled
             return
         if self._count <= self._lead_in:
             self._bins += mean[:BINS] * (self._phase.batch_size * self._share / self.clip_norm)
@@ -226,14 +225,6 @@ class GradientRule(TargetRule):
         """Strength of the penalty along standardised columns; the intercept has none."""
         own = self.ridge * self._steep * self._stretch
         return np.append(own * self._scale**2, 0.0)
-
-    def _take_census(self, sums: Array) -> None:
-        self.counts = sums[: self.census].copy()
-        self._gain = self._filled
-        if self.is_balanced:
-            deviation = self._phase.plan.noise_multiplier * self._share
-            self._class_weight, gain = balance(self.counts, deviation=deviation)
-            self._gain *= gain
 
     def _standardise(self) -> None:
         """Centre and scale of the columns from what was released."""

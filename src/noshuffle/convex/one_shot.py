@@ -47,7 +47,6 @@ def tilted(
     labels: Array,
     *,
     fit_intercept: bool,
-    there: Any,
     mu: float,
     **settings: Any,
 ) -> tuple[Array, Solution]:
@@ -59,9 +58,7 @@ def tilted(
             f"solver='objective' has at most {MOST_COLUMNS} columns, got {p}; use solver='gd'"
         )
     scale = LENGTH / math.sqrt(p)
-    unit = fit_into(_beside_one(x * scale, fit_intercept, there), bound=loss.feature_bound) * (
-        1 - 1e-12
-    )
+    unit = fit_into(_beside_one(x * scale, fit_intercept), bound=loss.feature_bound) * (1 - 1e-12)
     share = share_of_epsilon(rows=n, size=unit.shape[1], mu=mu) * settings["epsilon"]
     ridge = loss.smoothness / (n * math.expm1(min(share, _MOST_SHARE)))
     found = objective_perturbation(loss, unit, labels, ridge=ridge, **settings)
@@ -74,21 +71,20 @@ def chosen_vertices(
     labels: Array,
     *,
     fit_intercept: bool,
-    there: Any,
     radius: float,
     **settings: Any,
 ) -> tuple[Array, Solution]:
     """(coefficients, intercept last) of l1 norm at most `radius` by private Frank–Wolfe."""
     x = rows.toarray() if sparse.issparse(rows) else rows
-    table = np.clip(_beside_one(x, fit_intercept, there), -1.0, 1.0)
+    table = np.clip(_beside_one(x, fit_intercept), -1.0, 1.0)
     found = frank_wolfe_full(loss, table, labels, domain=L1Ball(radius), **settings)
     return _told(found.weights, x.shape[1], 1.0, fit_intercept), found
 
 
-def _beside_one(x: Array, fit_intercept: bool, there: Any) -> Array:
-    """Rows beside their constant; rows that are left out are zero, whose gradient is zero."""
-    whole = np.ones(len(x)) if there is None else np.asarray(there, dtype=np.float64)
-    return np.hstack([x, np.ones((len(x), 1))] if fit_intercept else [x]) * whole[:, None]
+def _beside_one(x: Array, fit_intercept: bool) -> Array:
+    """Rows beside their constant."""
+    out: Array = np.asarray(x, dtype=np.float64)
+    return np.hstack([out, np.ones((len(x), 1))]) if fit_intercept else out
 
 
 def _told(w: Array, p: int, scale: float, fit_intercept: bool) -> Array:

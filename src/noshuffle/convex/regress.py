@@ -53,10 +53,6 @@ class PrivateRegressor(NumberTargets, RegressorMixin, PrivateLinearModel):  # ty
     _RATE: ClassVar[float | None] = None
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = RSquared
 
-    def _score_unit(self) -> float:
-        low, high = self._limits()
-        return high - low  # 2 · (high − low)/2: a mean absolute error in units of y
-
     def _in_data_units(self, weights: Array) -> tuple[Array, Any]:
         low, high = self._limits()
         coef, intercept = self._original_coordinates(weights)

@@ -36,7 +36,7 @@ FORMAT = "noshuffle-stream/3"
 MODEL, STREAM = "model.pkl", "stream.pt"
 #: Parameters that may change while a stream goes on (weights: no further than its largest one).
 _FREE = frozenset(
-    ("verbose", "test_seed", "budget", "missing", "max_weight", "class_weight", "classes", "solver")
+    ("verbose", "test_seed", "budget", "max_weight", "class_weight", "classes", "solver")
 )
 
 

@@ -15,11 +15,10 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.gradient_rule import GradientRule
 from noshuffle.convex.linear_rule import LinearRule
 from noshuffle.convex.margins import MarginLoss
 from noshuffle.convex.phases import UNKNOWN_HORIZON, PhaseBudget, statement_of
-from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared, ScoredRule
+from noshuffle.convex.progress import NOT_COVERED, Accuracy, RSquared
 from noshuffle.convex.ranges import RangeRule
 from noshuffle.convex.rule import Rule
 from noshuffle.convex.shape import composite_of, groups_of, makes_zeros
@@ -43,13 +42,12 @@ from noshuffle.strategies import identity
 BLOCK = 4096
 #: Tables of up to this many numbers are brought inside their bounds once for all readings.
 _KEPT = 20_000_000
-_RELEASED = "progress_ holds the progressive score with noise; the guarantee covers it."
 
 
 class StreamFit(TableFit):
     """What estimators need to learn from rows in steps."""
 
-    #: The progressive score, and (`each`) what `release_score` releases the running mean of.
+    #: The progressive score.
     _SCORE: ClassVar[type[Accuracy] | type[RSquared]] = Accuracy
 
     if TYPE_CHECKING:  # of the estimator
@@ -64,7 +62,6 @@ class StreamFit(TableFit):
         _fixed: dict[str, Any]
 
         def _loss(self, classes: int) -> MarginLoss: ...
-        def _score_unit(self) -> float: ...
         def _fixed_settings(self) -> dict[str, Any]: ...
         def _check_fixed(self) -> None: ...
 
@@ -169,7 +166,7 @@ class StreamFit(TableFit):
         is_batch = horizon is not None and self._is_batch()
         mechanism = identity() if is_batch else self.mechanism
         return LearningStream(
-            ScoredRule(rule, self._SCORE.each) if self.release_score else rule,
+            rule,
             PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours, self._unit),
             source=source,
             horizon=horizon,
@@ -240,11 +237,7 @@ class StreamFit(TableFit):
         self.learning_rate_ = stream.rule.learning_rate
         self.batch_size_ = stream.phase.batch_size
         self._publish()
-        self._count_rows(stream.rule.inner if isinstance(stream.rule, RangeRule) else stream.rule)
         self._notes = notes
-        self.__dict__.pop("progress_", None)
-        if isinstance(stream.rule, ScoredRule):
-            self.progress_: Array = stream.rule.shown(self._score_unit())
         self.plan_ = stream.phase.plan
         if stream.is_closed:
             stream.release.settle_budget()
@@ -268,20 +261,11 @@ class StreamFit(TableFit):
         said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
         if self.solver_ != "gd":
             said.insert(1, NOT_COVERED)
-        if isinstance(stream.rule, ScoredRule):
-            said.append(_RELEASED)
         if stream.horizon is None:
             said.append(UNKNOWN_HORIZON)
         if stream.is_test:
             said.insert(0, TEST_SEED)
         return tuple(said)
-
-    def _count_rows(self, rule: Rule | None) -> None:
-        """What the census of "gd" released; of units with several rows it counts them weighted."""
-        many = self.rows_per_unit is not None
-        self.__dict__.pop("n_left_out_", None)
-        if isinstance(rule, GradientRule) and rule.census and self.missing == "skip" and not many:
-            self.n_left_out_ = float(self._stream.phase.rows - rule.counts.sum())
 
     def _continued(self) -> bool:
         """Whether partial_fit goes on with an earlier stream."""

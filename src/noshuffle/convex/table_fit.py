@@ -1,7 +1,7 @@
 """TableFit: which solver `fit` takes for a table, and the solvers that answer once.
 
 "auto" is decided by public settings alone: a setting that only the stream has (a horizon, passes,
-batches, a mechanism, averaging, a learning rate, a released score, a penalty or set of its own)
+batches, a mechanism, averaging, a learning rate, a penalty or set of its own)
 takes "ftrl"; two classes with bounds and so many columns that noise of √p would hide them take
 "frank_wolfe" (`schedule.takes_vertices`), unless a setting is given that it has not; everything
 else takes "gd", which is ahead of the others on most tables (benchmarks/RESULTS.md). Evidence for a
@@ -69,7 +69,6 @@ class TableFit(GradientFit):
         batch_size: int | None
         mechanism: Any
         averaging: str | None
-        release_score: bool
         constraint: Any
         radius: float
         feature_bound: float | None
@@ -93,7 +92,6 @@ class TableFit(GradientFit):
             "mechanism": self.mechanism != "blt",
             "averaging": self.averaging is not None,
             "learning_rate": self.learning_rate is not None,
-            "release_score": self.release_score,
             "penalty": self.penalty not in (None, "l2"),
             "constraint": self.constraint is not None,
         }
@@ -114,7 +112,6 @@ class TableFit(GradientFit):
             and self.penalty is None
             and self.rows_per_unit is None
             and self._most_weight == 1.0
-            and not self._is_balanced()
         )
         if not (is_possible and is_plain):
             return False
@@ -148,7 +145,6 @@ class TableFit(GradientFit):
                 "'gd', 'ftrl' or 'auto'"
             )
         if self.solver_ != "gd":
-            self._refuse_balance()
             self._refuse_private_bounds()
             self._refuse_many_rows()
         if self.solver_ == "gd":
@@ -174,13 +170,6 @@ class TableFit(GradientFit):
                 "or give bounds as numbers"
             )
 
-    def _refuse_balance(self) -> None:
-        if self._is_balanced():
-            raise Unsupported(
-                f"solver={self.solver_!r} does not count classes in private; give class_weight as "
-                "a mapping, or fit with solver='gd'"
-            )
-
     def _is_batch(self) -> bool:
         """Whether a table is one batch of every reading."""
         if self.solver_ == "sums":
@@ -192,10 +181,9 @@ class TableFit(GradientFit):
         X: Any,
         y: Targets,
         ids: Iterable[Hashable] | None,
-        there: Any,
         *notes: str,
     ) -> None:
-        """A solver that answers once; every row is a unit, and only those `there` count."""
+        """A solver that answers once; every row is a unit."""
         if len(classes := getattr(self, "classes_", ())) > 2:
             raise Unsupported(
                 f"solver={self.solver_!r} has two classes, got {len(classes)}; use 'gd'"
@@ -212,7 +200,6 @@ class TableFit(GradientFit):
             "epsilon": self.epsilon,
             "delta": self.delta,
             "fit_intercept": self.fit_intercept,
-            "there": there,
             "neighbours": self.neighbours,
             "budget": self.budget,
             "test_seed": self.test_seed,

@@ -23,7 +23,6 @@ from dataclasses import dataclass
 import numpy as np
 
 from noshuffle.convex.arrays import Array, Targets
-from noshuffle.convex.census import MOST_GAIN
 from noshuffle.convex.gradient_readings import GradientReadings
 from noshuffle.convex.mean_first import share
 from noshuffle.convex.quantile_search import next_point, sureness
@@ -39,6 +38,8 @@ from noshuffle.convex.target_window import BINS, far_slopes, highest, is_narrow,
 
 #: The mean of a model of log y is at least so many deviations of its noise, and this.
 _CLEAR, _LEAST = 2.0, 1e-12
+#: Steps are multiplied by at most this.
+_MOST_GAIN = 4.0
 
 
 @dataclass(eq=False, kw_only=True)
@@ -102,7 +103,7 @@ class TargetRule(GradientReadings):
             self._theta[:, -1] = 0.0
             if not self.fit_intercept:
                 bend = bend_at(self.loss, math.log(mean), is_log=True)
-                self._gain *= min(1.0 / bend, MOST_GAIN)
+                self._gain *= min(1.0 / bend, _MOST_GAIN)
                 return
             known = {"mean": mean, "highest": self._highest, "worth": self.worth}
             self._unit = unit_of_log(self._unit, **known)

@@ -1,4 +1,4 @@
-"""Weights of rows: given with them, by their class, and zero for rows that miss a value.
+"""Weights of rows: given with them, and by their class.
 
     sum of a step = Σ_i w_i·clip(g_i),     0 ≤ w_i ≤ w_max,     so ‖one row's part‖ ≤ w_max·c
 
@@ -9,12 +9,7 @@ and the noise is calibrated to w_max·c. Where w_max comes from decides what is 
                          divided by their mean, w_max their largest; the statement says so
     class_weight         {class: weight} is public; the weight of a row follows from its label,
                          which is private, and w_max is the largest of the mapping
-    "balanced"           from counts of the classes that are released with noise ("gd" only, see
-                         `gradient_rule`), never from y
 
-A row with a missing value (`missing="skip"`) has weight 0 and its numbers are replaced by zeros:
-it adds nothing, like a row that is zeroed out, and every divisor stays the public number of rows.
-Whether a row is left out depends on that row alone, so a neighbour still moves one row's part.
 No state.
 
 >>> weights, most, _ = given_weights([1.0, 3.0], rows=2, max_weight=None)
@@ -30,19 +25,15 @@ from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
-from scipy import sparse
 
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.convex.stream_units import one_id_each
-from noshuffle.errors import InvalidInput, one_of, positive, whole
+from noshuffle.errors import InvalidInput, positive, whole
 from noshuffle.release.unit_ids import as_ids
 
-MISSING = ("refuse", "skip")
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."
 PRIVATE_WEIGHTS = "Weights of rows are part of them: clamped to [0, {:g}], and covered."
 NEEDS_IDS = "rows_per_unit needs ids=, whose unit each row belongs to"
-LEFT_OUT = "Rows with missing values add nothing; the guarantee covers which rows those are."
 
 
 def given_weights(
@@ -74,11 +65,11 @@ def given_weights(
 
 def by_class(class_weight: Any, classes: Any) -> Array | None:
     """The weight of every class, 1 where the mapping has none; None without a mapping."""
-    if class_weight is None or (isinstance(class_weight, str) and class_weight == "balanced"):
+    if class_weight is None:
         return None
     if not isinstance(class_weight, Mapping):
         raise InvalidInput(
-            f"class_weight must be a mapping of classes, 'balanced' or None, got {class_weight!r}"
+            f"class_weight must be a mapping of classes or None, got {class_weight!r}"
         )
     out, known = np.ones(len(classes)), classes.tolist()
     for label, weight in class_weight.items():
@@ -100,18 +91,3 @@ def unit_weights(ids: Any, rows_per_unit: int, *, rows: int) -> Array:
     one_id_each(ids, rows)
     _, place, many = np.unique(as_ids(ids), return_inverse=True, return_counts=True)
     return np.asarray(np.minimum(1.0, rows_per_unit / many[place]))
-
-
-def without_missing(x: Any, missing: str) -> tuple[Any, NDArray[np.bool_] | None]:
-    """Rows with zeros in the place of those that miss a value, and which rows are whole."""
-    if missing == "refuse":
-        return x, None
-    one_of(MISSING, missing=missing)
-    if not sparse.issparse(x):
-        bad = np.isnan(x).any(axis=1)
-        return np.where(bad[:, None], 0.0, x), ~bad
-    x = x.tocsr().copy()
-    row_of, bad = np.repeat(np.arange(x.shape[0]), np.diff(x.indptr)), np.zeros(x.shape[0], bool)
-    bad[row_of[np.isnan(x.data)]] = True
-    x.data[bad[row_of]] = 0.0
-    return x, ~bad

@@ -22,9 +22,7 @@ __all__ = ["FIGURES", "Request", "figure", "open_store", "run", "to_stderr"]
 
 #: Figures by name, and the module that each is in, imported when it is asked for.
 FIGURES: dict[str, str] = {
-    "bounds": "noshuffle.experiments.bounds",
     "figure2": "noshuffle.experiments.figure2",
-    "noise": "noshuffle.experiments.noise",
     "order": "noshuffle.experiments.order",
     "figure1": "noshuffle.experiments.figure1",
     "beyond": "noshuffle.experiments.beyond",

@@ -22,14 +22,7 @@ from noshuffle.experiments.figure import (
     not_tested,
     verdict,
 )
-from noshuffle.experiments.panels import (
-    COLOURS,
-    legend_below,
-    line,
-    markdown,
-    panels,
-    plain_ticks,
-)
+from noshuffle.experiments.panels import COLOURS, legend_below, markdown, panels, plain_ticks
 
 TITLES = {
     "blt": "DP-FTRL, BLT",
@@ -68,8 +61,10 @@ def _finals(results: Results, head: str, name: str) -> list[list[float]]:
 
 def computed(results: Results, head: str) -> list[dict[str, Any]]:
     """The lines of 2c, from as many trials as there are; none before the first."""
-    _, found = line(results, f"{head}/computation")
-    return found[-1] if found else []
+    start = f"{head}/computation/"
+    trials = [int(key.removeprefix(start)) for key in results if key.startswith(start)]
+    found: list[dict[str, Any]] = results[f"{start}{max(trials)}"] if trials else []
+    return found
 
 
 def at_epsilon(points: Sequence[dict[str, float]], epsilon: float) -> float | None:

@@ -1,9 +1,7 @@
-"""What the views of figures share: panels of one look, lines of results, tables in Markdown.
+"""What the views of figures share: panels of one look, tables in Markdown.
 
 A picture is SVG or PNG by the suffix of its path. No state.
 
->>> line({"n/a/100": 2.0, "n/a/20": 1.0, "n/a/3": None, "n/b/1": 5.0}, "n/a")
-([20.0, 100.0], [1.0, 2.0])
 >>> print(*markdown(("a", "b"), [(1, 2.5)]), sep="\\n")
 | a | b |
 |---|---|
@@ -12,7 +10,7 @@ A picture is SVG or PNG by the suffix of its path. No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -23,7 +21,6 @@ COLOURS = {
     "poisson": "#e8a33d",
     "tree": "#4f8a5b",
     "blt": "#0b6e99",
-    "bound": "0.25",
 }
 
 
@@ -64,23 +61,6 @@ def legend_below(axes: Any, *, columns: int = 2) -> None:
             fontsize=7,
             columnspacing=1.2,
         )
-
-
-def line(
-    results: Mapping[str, Any], head: str, field: str = "", *, least: int = 0
-) -> tuple[list[float], list[Any]]:
-    """Sizes and values (or a field of them) of all cells `head/size`, in order of size.
-
-    Cells without a value are left out; a KeyError where fewer than `least` are there.
-    """
-    found = sorted(
-        ((float(key.rpartition("/")[2]), value) for key, value in results.items()
-         if key.rpartition("/")[0] == head and value is not None),
-        key=lambda pair: pair[0],
-    )  # fmt: skip
-    if len(found) < least:
-        raise KeyError(head)
-    return [x for x, _ in found], [value[field] if field else value for _, value in found]
 
 
 def markdown(heads: Sequence[str], rows: Iterable[Sequence[object]]) -> list[str]:

@@ -155,22 +155,6 @@ def is_changed(trainer: Any, name: str, base: type) -> bool:
     return getattr(getattr(trainer, name), "__func__", None) is not getattr(base, name)
 
 
-def refuse_options(who: str, args: Any, reasons: Mapping[str, bool]) -> None:
-    """Raise for a reason that applies, or for an option that no private training takes."""
-    always = {
-        "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
-        "ignore_data_skip, which reads rows again that were released; leave it out": (
-            args.ignore_data_skip
-        ),
-        "include_num_input_tokens_seen: numbers of tokens are raw data; leave it out": (
-            args.include_num_input_tokens_seen not in ("no", False)
-        ),
-    }
-    for reason, applies in {**reasons, **always}.items():
-        if applies:
-            raise Unsupported(f"{who} does not take {reason}")
-
-
 def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str, type]) -> None:
     """Raise where the Trainer would do something that the guarantee does not cover.
 
@@ -204,11 +188,20 @@ def refuse(trainer: Any, plan: Plan, *, is_own_loss: bool, readers: Mapping[str,
         "plans that sample: they need private.sampler; use private.step": (
             plan.participation.is_sampled
         ),
+        "auto_find_batch_size; the batch size is part of the plan": args.auto_find_batch_size,
+        "ignore_data_skip, which reads rows again that were released; leave it out": (
+            args.ignore_data_skip
+        ),
+        "include_num_input_tokens_seen: numbers of tokens are raw data; leave it out": (
+            args.include_num_input_tokens_seen not in ("no", False)
+        ),
     }
     for name, base in readers.items():
         text = f"a {name} of its own: rows are known by their place in train_dataset"
         reasons[text] = is_changed(trainer, name, base)
-    refuse_options("PrivateTrainer", args, reasons)
+    for reason, applies in reasons.items():
+        if applies:
+            raise Unsupported(f"PrivateTrainer does not take {reason}")
     if trainer.eval_dataset is not None and trainer.eval_dataset is trainer.train_dataset:
         warn_user(
             "eval_dataset is train_dataset: what evaluation finds, and all that is chosen by it "

@@ -1,10 +1,9 @@
-"""What is told of a `noshuffle fit` run: released weights, the released score, the trade-off.
+"""What is told of a `noshuffle fit` run: released weights, the trade-off.
 
-progress_curve    the progressive score with its noise band, where it was released
 coefficients      the largest weights, times the half-width of their column where bounds were given
 tradeoff          noise in the mean gradient against ε: this mechanism beside independent noise
 
-All of it comes from the run folder: the model, the noisy scores, the plan.
+All of it comes from the run folder: the model, the plan.
 """
 
 from __future__ import annotations
@@ -42,32 +41,16 @@ def lead(run: RunRecord) -> str:
 
 
 def cards(run: RunRecord) -> list[tuple[str, str]]:
-    """The score, if it was released, and how many columns have weights."""
-    found = []
-    scored = _scores(run)
-    if scored:
-        value, width = scored[-1]["progressive_score"], 2 * scored[-1]["progressive_deviation"]
-        text = f"{value:.4g} ± {width:.2g}"
-        if run.config.get("score") == "accuracy":
-            text = f"{100 * value:.1f} ± {100 * width:.1f} %"
-        name = run.config.get("score", "score")
-        found.append((text, f"progressive {name} ± two deviations of its noise"))
+    """How many columns have weights."""
     weights = _model(run).get("coef")
-    if weights is not None:
-        table = np.atleast_2d(weights)
-        used, columns = np.count_nonzero(table.any(axis=0)), table.shape[1]
-        found.append((f"{used} of {columns}", "columns with a weight that is not zero"))
-    return found
+    if weights is None:
+        return []
+    table = np.atleast_2d(weights)
+    used, columns = np.count_nonzero(table.any(axis=0)), table.shape[1]
+    return [(f"{used} of {columns}", "columns with a weight that is not zero")]
 
 
 def figures(run: RunRecord) -> Iterator[plots.Figure]:
-    scored = _scores(run)
-    if scored:
-        yield (
-            _progress_curve(scored, str(run.config.get("score", "score"))),
-            "Progressive validation: every row is predicted before it is learned from. The "
-            "running mean was released with noise (band: two deviations) under the same ε.",
-        )
     model, bounds = _model(run), run.config.get("bounds")
     if model.get("coef") is not None:
         scaled = "times half the width of the column's bounds" if bounds else "as they are"
@@ -89,28 +72,9 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     )
 
 
-def _scores(run: RunRecord) -> list[dict[str, Any]]:
-    return [row for row in run.evaluations if "progressive_score" in row]
-
-
 def _model(run: RunRecord) -> dict[str, Any]:
     path = run.path / "model.json"
     return dict(read_json(path)) if path.is_file() else {}
-
-
-@as_svg
-def _progress_curve(axes: Axes, rows: list[dict[str, Any]], name: str) -> None:
-    times = 100.0 if name == "accuracy" else 1.0
-    at = np.array([row["rows"] for row in rows])
-    value = times * np.array([row["progressive_score"] for row in rows])
-    band = times * 2 * np.array([row["progressive_deviation"] for row in rows])
-    axes.fill_between(at, value - band, value + band, color=ACCENT, alpha=0.15, lw=0)
-    axes.plot(at, value, color=ACCENT, lw=1.6)
-    axes.set(xlabel="rows seen", ylabel=f"progressive {name}{', %' if times > 1 else ''}")
-    # The first points are all noise; the picture is about the rest.
-    later = slice(len(at) // 10, None)
-    low, high = float((value - band)[later].min()), float((value + band)[later].max())
-    axes.set_ylim(low - 0.05 * (high - low), high + 0.05 * (high - low))
 
 
 @as_svg

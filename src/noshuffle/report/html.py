@@ -1,7 +1,7 @@
 """report.html: one self-contained page with the pictures, the numbers and the statement.
 
 The page may be published. It is a function of the plan, of released values (the model, the noisy
-gradient, noisy scores), of settings, and of evaluations on held-out data, whose people it names
+gradient), of settings, and of evaluations on held-out data, whose people it names
 beside the figure. No gradient norm, no loss of a training example and no figure of a model trained
 without noise is read from the folder, whatever lies there.
 """
