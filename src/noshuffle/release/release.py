@@ -35,8 +35,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positive
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -68,7 +68,7 @@ class Release(RunState):
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: float | Clip | CountingClip | BySteps,
+        clip: float | Clip | QuantileClip | BySteps,
         divisor: float | BySteps = 1,
         device: torch.device | str = "cpu",
         run: Run = None,

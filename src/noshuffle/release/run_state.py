@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from noshuffle.clipping import Clip
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.norm_histogram import CountingClip
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream
 from noshuffle.one_owner import OneOwner
@@ -46,7 +46,7 @@ class RunState(OneOwner):
         opened: Opened,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: Clip | CountingClip | BySteps,
+        clip: Clip | QuantileClip | BySteps,
         divisor: float | BySteps,
         device: torch.device,
         facts: Mapping[str, str] | None = None,

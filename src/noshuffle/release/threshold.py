@@ -1,15 +1,13 @@
-"""The clip norm of a run: constant (its norms counted, if asked for), by a schedule, or following a
-quantile where that is allowed.
+"""The clip norm of a run: constant, by a schedule, or following a quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
 the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), so a schedule may be
 given under any mechanism by whoever knows what it costs; but a threshold that nobody foresees moves
 at every step under independent noise, at the end of a tree where trees restart, and nowhere else.
 
-Noisy counts, which steer it or make a histogram of the norms beside a constant clip norm, are paid
-for out of the plan (`count_cost`); a histogram goes with any mechanism that is not sampled.
+The noisy counts that steer it are paid for out of the plan (`count_cost`).
 State: the threshold, the estimate (here, or with a device that moves them itself:
-`device_threshold`), noise drawn ahead; the noisy counts of all steps.
+`device_threshold`), noise drawn ahead.
 """
 
 from __future__ import annotations
@@ -18,11 +16,8 @@ import math
 from collections.abc import Callable
 from typing import Any, Protocol
 
-import numpy as np
-
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
-    BIT_SENSITIVITY,
     QuantileClip,
     QuantileState,
     gradient_multiplier,
@@ -32,9 +27,7 @@ from noshuffle.clipping.adaptive import (
 )
 from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.factor import Groups
-from noshuffle.clipping.norm_histogram import EDGES, CountingClip, HistogramClip, NormHistogram
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import Source
 from noshuffle.noise.source import NumberNoise
 from noshuffle.plan import Plan
 from noshuffle.release.count_cost import bit_noise_for, count_ratio
@@ -105,10 +98,6 @@ class Threshold:
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
-
-    def histogram(self) -> NormHistogram | None:
-        """The noisy histogram of the norms of all steps so far, if one is paid for."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -190,7 +179,8 @@ class AdaptiveThreshold(Threshold):
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see `count_cost`."""
-        _check_names(names)
+        if COUNT in names:
+            raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
         if plan.noise_multiplier == 0:
             return 0.0
         if self.config.noise <= bit_noise_for(plan, share=1.0):
@@ -244,69 +234,6 @@ class AdaptiveThreshold(Threshold):
         self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
 
 
-class CountedThreshold(Threshold):
-    """A constant clip norm whose norms are counted in bins."""
-
-    is_adaptive = has_counts = True  # noise in units of the clip norm, as for one that moves
-
-    def __init__(self, config: HistogramClip, plan: Plan, ring: KeyRing) -> None:
-        # A step that is sampled is one release only if its noise is its own, and of one size.
-        if plan.participation.is_sampled and changes_every(plan.strategy) != 1:
-            raise Unsupported(
-                "a histogram of norms beside secret sampling and noise that is correlated, or has "
-                "gains, is not accounted for; use clip_norm=, identity(), or batches that are not "
-                "sampled"
-            )
-        self.config, self.clip = config, Flat(config.norm)
-        #: Deviation of the noise of one bin in one step.
-        self.noise = bit_noise_for(plan, share=config.share) / BIT_SENSITIVITY
-        self._ring = ring
-        self._adders: tuple[Source, list[Callable[[int], NumberNoise]]] | None = None
-        self._counts, self._steps = [0.0] * (len(EDGES) + 1), 0
-
-    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """z_Δ, in units of the clip norm; see `clipping.norm_histogram`."""
-        _check_names(names)
-        return plan.noise_multiplier / math.sqrt(1 - self.config.share)
-
-    def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """How many units lie in each bin."""
-        every = (self.config.bins(c.norms, present=c.present) for c in clipped)
-        return [float(total) for total in sum(every, np.zeros(len(EDGES) + 1))]
-
-    def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
-        """Count, add noise, add up.
-
-        Guarantees: noise as that of `AdaptiveThreshold.learn`, a stream for every bin; what is kept
-        is made of noisy counts on the grid alone.
-        """
-        source = self._ring.source_of_step(step)
-        if self._adders is None or self._adders[0] != source:
-            names = (f"{COUNT} {index}" for index in range(len(self._counts)))
-            adders = [source.adders(name=name, scale=self.noise) for name in names]
-            self._adders = source, adders
-        pairs = zip(self._adders[1], self.count(clipped))
-        noisy = [adder(step)(count) for adder, count in pairs]
-        self._counts = [total + more for total, more in zip(self._counts, noisy)]
-        self._steps += 1
-
-    def histogram(self) -> NormHistogram:
-        deviation = self.noise * math.sqrt(self._steps)
-        return NormHistogram.of(self._counts, clip=self.config, deviation=deviation)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": list(self._counts), "steps": self._steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._counts = [float(count) for count in state["counts"]]
-        self._steps = int(state["steps"])
-
-
-def _check_names(names: tuple[str, ...]) -> None:
-    if any(name.startswith(COUNT) for name in names):
-        raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
-
-
 def changes_every(strategy: Strategy) -> int:
     """After how many steps a threshold may move under this strategy; 0 for never."""
     if isinstance(strategy, Identity) and not strategy.has_gains:
@@ -315,13 +242,11 @@ def changes_every(strategy: Strategy) -> int:
 
 
 def threshold_for(
-    clip: Clip | CountingClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
+    clip: Clip | QuantileClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
 ) -> Threshold:
-    """A constant clip, one by a schedule, or one that counts norms; `now`: the next step."""
+    """A constant clip, one by a schedule, or one that follows a quantile; `now`: the next step."""
     if isinstance(clip, BySteps):
         return ScheduledThreshold(clip, now)
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan, ring)
-    if isinstance(clip, HistogramClip):
-        return CountedThreshold(clip, plan, ring)
     return Threshold(clip)

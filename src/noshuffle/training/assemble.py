@@ -29,7 +29,6 @@ from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.by_steps import BySteps, Scheduled
 from noshuffle.clipping.check import original, trainable
-from noshuffle.clipping.norm_histogram import CountingClip, HistogramClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -50,7 +49,7 @@ def privatize(
     *,
     batch_size: int | Scheduled,
     clip_norm: Scheduled | None = None,
-    clip: Clip | CountingClip | None = None,
+    clip: Clip | QuantileClip | None = None,
     unit: str | None = None,
     reduce: str = "mean",
     engine: Engine | None = None,
@@ -72,10 +71,8 @@ def privatize(
         batch_size: the constant that every noisy sum is divided by, whatever arrives; pairs
             (first step, size) where it changes, or a function of the step.
         clip_norm, clip: bound on one unit's contribution; a number, or `Flat`, `PerLayer`,
-            `QuantileClip` (follows a quantile; identity noise or trees that restart), or
-            `HistogramClip` (a number, and a private histogram of the norms within the same ε:
-            `private.norm_histogram`; `noshuffle.clipping.norm_histogram`). A norm
-            that changes, under any mechanism: pairs (first step, norm), one for every step, or a
+            `QuantileClip` (follows a quantile; identity noise or trees that restart). A norm that
+            changes, under any mechanism: pairs (first step, norm), one for every step, or a
             function of the step; public, and without effect on ε.
         unit: said again to be safe; must equal the plan's ("example" or "user").
         reduce: how the examples of one user become one gradient, "mean" or "sum".
@@ -178,7 +175,7 @@ def check_arguments(
     plan: Plan,
     engine: Engine | None,
     clip_norm: float | None,
-    clip: Clip | CountingClip | None,
+    clip: Clip | QuantileClip | None,
     batch_size: int,
     unit: str | None,
 ) -> None:
@@ -194,7 +191,7 @@ def check_arguments(
     if clip_norm is not None:
         Flat(clip_norm)  # checks the number
     elif not all(hasattr(clip, name) for name in ("groups", "bound")):
-        instance_of((QuantileClip, HistogramClip), **{"clip (a number goes to clip_norm)": clip})
+        instance_of(QuantileClip, **{"clip (a number goes to clip_norm)": clip})
     instance_of(nn.Module, model=model)
     instance_of(torch.optim.Optimizer, optimizer=optimizer)
     instance_of(Plan, plan=plan)

@@ -25,7 +25,7 @@ from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys
-from noshuffle.release.threshold import AdaptiveThreshold, CountedThreshold, ScheduledThreshold
+from noshuffle.release.threshold import AdaptiveThreshold, ScheduledThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step_parts import Parts
@@ -48,8 +48,6 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
         parts.release.divisor, BySteps
     ):
         return "clip norm or batch size change by a schedule"
-    if isinstance(parts.threshold, CountedThreshold):
-        return "the norms of every step are counted in a histogram"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
         return "the compiled step is written for float32, the parameters are float64"
     if not isinstance(parts.engine, Ghost | PerExample):
