@@ -123,7 +123,7 @@ RELEASE = (
     Mutant(
         "division by the realised batch",
         "release/release.py",
-        "self.noise.add_(values, times=norm / self.divisor_now)",
+        "self.noise.add_(values, times=norm / self.divisor)",
         "self.noise.add_(values, times=norm / max(1, len(self.ledger.row(self.step).units)))",
         ("tests/training/test_private.py",),
         "P5",

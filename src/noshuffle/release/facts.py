@@ -18,7 +18,6 @@ from torch import nn
 
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.by_steps import BySteps
 from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
@@ -147,8 +146,8 @@ def bind_facts(
     plan: Plan,
     ring: KeyRing,
     *,
-    clip: Clip | QuantileClip | BySteps,
-    divisor: float | BySteps,
+    clip: Clip | QuantileClip,
+    divisor: float,
     noise_scale: float,
     more: Mapping[str, str],
 ) -> None:

@@ -1,9 +1,9 @@
-"""The clip norm of a run: constant, by a schedule, or following a quantile where that is allowed.
+"""The clip norm of a run: constant, or following a quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
-the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), so a schedule may be
-given under any mechanism by whoever knows what it costs; but a threshold that nobody foresees moves
-at every step under independent noise, at the end of a tree where trees restart, and nowhere else.
+the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), but the sum does: a
+threshold moves at every step under independent noise, at the end of a tree where trees restart, and
+nowhere else.
 
 The noisy counts that steer it are paid for out of the plan (`count_cost`).
 State: the threshold, the estimate (here, or with a device that moves them itself:
@@ -25,7 +25,6 @@ from noshuffle.clipping.adaptive import (
     start,
     update,
 )
-from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.factor import Groups
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise.source import NumberNoise
@@ -43,10 +42,9 @@ COUNT = "(clip count)"
 class Threshold:
     """What to clip to in the coming step."""
 
-    #: Whether sums are brought to units of the clip norm before noise is added.
+    #: Whether it moves: sums are brought to units of the clip norm before noise is added, and noisy
+    #: counts are paid for out of the plan's budget.
     is_adaptive = False
-    #: Whether noisy counts are paid for out of the plan's budget.
-    has_counts = False
 
     #: Names, groups and bound of a clip that could move by itself; None of one that cannot.
     settled: tuple[tuple[str, ...], Groups, float] | None = None
@@ -90,8 +88,8 @@ class Threshold:
         return plan.noise_multiplier * self.clip.bound(names)
 
     def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """The raw numbers that a step is about to be learned from; zero for a constant."""
-        return [0.0]
+        """The raw numbers that a step is about to be learned from; none for a constant."""
+        return []
 
     def prepare(self, step: int) -> None:
         """Do what `learn` of this step can do without its norms."""
@@ -106,23 +104,6 @@ class Threshold:
         """Nothing to restore."""
 
 
-class ScheduledThreshold(Threshold):
-    """A clip norm for every step, public and fixed beforehand, under any mechanism."""
-
-    is_adaptive = True
-
-    def __init__(self, norms: BySteps, now: Callable[[], int]) -> None:
-        self._norms, self._now = norms, now
-
-    @property
-    def clip(self) -> Clip:  # type: ignore[override]
-        return Flat(self._norms.at(self._now()))
-
-    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """In units of the clip norm."""
-        return plan.noise_multiplier
-
-
 class MovedElsewhere(Protocol):
     """What moves a threshold itself (`device_threshold`), and says where it is."""
 
@@ -132,7 +113,7 @@ class MovedElsewhere(Protocol):
 class AdaptiveThreshold(Threshold):
     """A threshold that follows a quantile."""
 
-    is_adaptive = has_counts = True
+    is_adaptive = True
 
     def __init__(self, config: QuantileClip, plan: Plan, ring: KeyRing) -> None:
         self._every = changes_every(plan.strategy)
@@ -241,12 +222,8 @@ def changes_every(strategy: Strategy) -> int:
     return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
 
 
-def threshold_for(
-    clip: Clip | QuantileClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
-) -> Threshold:
-    """A constant clip, one by a schedule, or one that follows a quantile; `now`: the next step."""
-    if isinstance(clip, BySteps):
-        return ScheduledThreshold(clip, now)
+def threshold_for(clip: Clip | QuantileClip, plan: Plan, ring: KeyRing) -> Threshold:
+    """A constant clip, or one that follows a quantile."""
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan, ring)
     return Threshold(clip)

@@ -40,13 +40,10 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
         yield from _privacy(run)
     yield from _signal(run)
     if len({row.get("clip_norm") for row in run.evaluations}) > 1:
-        follows = any("clip norm follows" in said for said in run.statement.get("assumptions", []))
-        caption = "The clip norm, as it was scheduled."
-        if follows:
-            caption = (
-                "The clip norm follows a quantile of the norms by noisy counts, which are paid for."
-            )
-        yield plots.clip_curve(run.evaluations), caption
+        yield (
+            plots.clip_curve(run.evaluations),
+            "The clip norm follows a quantile of the norms by noisy counts, which are paid for.",
+        )
     yield from plots.noise_figure(
         run.plan,
         "What the noise has added to the model's running sum: all mechanisms at this ε.",

@@ -16,18 +16,16 @@ add it, or freeze it with requires_grad_(False)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.by_steps import BySteps, Scheduled
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
@@ -47,8 +45,8 @@ def privatize(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     *,
-    batch_size: int | Scheduled,
-    clip_norm: Scheduled | None = None,
+    batch_size: int,
+    clip_norm: float | None = None,
     clip: Clip | QuantileClip | None = None,
     unit: str | None = None,
     reduce: str = "mean",
@@ -68,12 +66,9 @@ def privatize(
     """Bind a model, an optimizer and a plan.
 
     Arguments:
-        batch_size: the constant that every noisy sum is divided by, whatever arrives; pairs
-            (first step, size) where it changes, or a function of the step.
+        batch_size: the constant that every noisy sum is divided by, whatever arrives.
         clip_norm, clip: bound on one unit's contribution; a number, or `Flat`, `PerLayer`,
-            `QuantileClip` (follows a quantile; identity noise or trees that restart). A norm that
-            changes, under any mechanism: pairs (first step, norm), one for every step, or a
-            function of the step; public, and without effect on ε.
+            `QuantileClip` (follows a quantile; identity noise or trees that restart).
         unit: said again to be safe; must equal the plan's ("example" or "user").
         reduce: how the examples of one user become one gradient, "mean" or "sum".
         engine: a clipping engine; by default the one that suits the model.
@@ -98,10 +93,8 @@ def privatize(
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
-    norms, sizes = _by_steps(clip_norm, plan), _by_steps(batch_size, plan)
-    a_norm: Any = norms.at(0) if norms is not None else clip_norm
-    a_size: Any = int(sizes.at(0)) if sizes is not None else batch_size
-    check_arguments(model, optimizer, plan, engine, a_norm, clip, a_size, unit)
+    check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
+    bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)
     parameters = trainable(inner)
     # A distributed tensor, known by its mesh: the class itself takes seconds to import.
@@ -114,8 +107,8 @@ def privatize(
     release = Release.begin(
         plan,
         {name: tuple(p.shape) for name, p in parameters.items()},
-        clip=clip if clip is not None else norms or Flat(float(a_norm)),
-        divisor=sizes or a_size,
+        clip=bound,
+        divisor=batch_size,
         device=device,
         run=run,
         source=source,
@@ -134,14 +127,6 @@ def privatize(
     private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private
-
-
-def _by_steps(given: Any, plan: Plan) -> BySteps | None:
-    """A schedule, where more than one number was given."""
-    is_many = callable(given) or (
-        isinstance(given, Iterable) and not isinstance(given, Tensor | str)
-    )
-    return BySteps.of(given, steps=plan.steps) if is_many else None
 
 
 @dataclass(frozen=True)

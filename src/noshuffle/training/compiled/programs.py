@@ -20,12 +20,11 @@ from torch.nn import Module
 from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
-from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys
-from noshuffle.release.threshold import AdaptiveThreshold, ScheduledThreshold
+from noshuffle.release.threshold import AdaptiveThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step_parts import Parts
@@ -44,10 +43,6 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
         return "compile=False"
     if device.type != "cuda":
         return f"graphs need a CUDA device, the parameters are on {device.type}"
-    if isinstance(parts.threshold, ScheduledThreshold) or isinstance(
-        parts.release.divisor, BySteps
-    ):
-        return "clip norm or batch size change by a schedule"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
         return "the compiled step is written for float32, the parameters are float64"
     if not isinstance(parts.engine, Ghost | PerExample):
