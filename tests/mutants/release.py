@@ -251,7 +251,7 @@ RELEASE = (
     Mutant(
         "noise of the counts left out of the moving clip",
         "release/threshold.py",
-        "noisy = self._drawn[1](*counts)",
+        "noisy = self._adders[1](step)(*counts)",
         "noisy = counts[0]",
         ("tests/release/test_threshold.py", "tests/clipping/test_adaptive.py"),
         "P8",

@@ -6,15 +6,14 @@ threshold moves at every step under independent noise, at the end of a tree wher
 nowhere else.
 
 The noisy counts that steer it are paid for out of the plan (`count_cost`).
-State: the threshold, the estimate (here, or with a device that moves them itself:
-`device_threshold`), noise drawn ahead.
+State: the threshold and the estimate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
@@ -54,7 +53,7 @@ class Threshold:
 
     def settle(self, names: tuple[str, ...]) -> None:
         """Keep what the noise is made for, and raise where the groups allow more than the bound."""
-        if self.is_adaptive or type(self.clip) is Flat:
+        if type(self.clip) is Flat:
             return
         groups, bound = self._limits(names)
         whole = math.hypot(*(norm for _, norm in groups))
@@ -91,9 +90,6 @@ class Threshold:
         """The raw numbers that a step is about to be learned from; none for a constant."""
         return []
 
-    def prepare(self, step: int) -> None:
-        """Do what `learn` of this step can do without its norms."""
-
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
 
@@ -102,12 +98,6 @@ class Threshold:
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Nothing to restore."""
-
-
-class MovedElsewhere(Protocol):
-    """What moves a threshold itself (`device_threshold`), and says where it is."""
-
-    def read(self) -> QuantileState: ...
 
 
 class AdaptiveThreshold(Threshold):
@@ -126,37 +116,12 @@ class AdaptiveThreshold(Threshold):
         self.config = config
         self._ring = ring
         self._adders: tuple[Life, Callable[[int], NumberNoise]] | None = None
-        self._drawn: tuple[int, NumberNoise] | None = None
-        #: Who moves the threshold, if not `learn`.
-        self.on_device: MovedElsewhere | None = None
-        self._now: QuantileState | None = start(config)
-
-    def _set(self, state: QuantileState) -> None:
-        self._now, self.on_device = state, None
+        #: What the norms of the coming step are clipped to and compared with.
+        self.state = start(config)
 
     @property
     def clip(self) -> Clip:  # type: ignore[override]
         return Flat(self.state.threshold)
-
-    @property
-    def state(self) -> QuantileState:
-        """What the norms of the coming step are clipped to and compared with.
-
-        Whoever asks waits for a device that moves it; if that fails, nobody goes on with an older
-        one.
-        """
-        if self._now is None:
-            assert self.on_device is not None
-            self._now = self.on_device.read()
-        return self._now
-
-    def follow(self, device: MovedElsewhere) -> None:
-        """A device moves the threshold now, with the noise of the step (`noise_of`)."""
-        self._now, self.on_device = None, device
-
-    def may_change(self, step: int) -> bool:
-        """Whether the threshold in force moves behind this step."""
-        return (step + 1) % self._every == 0
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see `count_cost`."""
@@ -179,21 +144,6 @@ class AdaptiveThreshold(Threshold):
         """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
         return [sum(shifted_count(c.norms, self.state, present=c.present) for c in clipped)]
 
-    def prepare(self, step: int) -> None:
-        """Draw the noise of the count, which does not depend on it."""
-        if self._drawn is None or self._drawn[0] != step:
-            life = self._ring.of_step(step)
-            if self._adders is None or self._adders[0] is not life:
-                source = self._ring.source_of_step(step)
-                self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
-            self._drawn = step, self._adders[1](step)
-
-    def noise_of(self, step: int) -> NumberNoise:
-        """The noise of the count of a step; for whoever adds it behind the step's row, once."""
-        self.prepare(step)
-        assert self._drawn is not None
-        return self._drawn[1]
-
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
@@ -201,18 +151,19 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        counts = self.count(clipped)
-        self.prepare(step)
-        assert self._drawn is not None
-        noisy = self._drawn[1](*counts)
-        may_change = self.may_change(step)
-        self._set(update(self.state, noisy, config=self.config, may_change=may_change))
+        counts, life = self.count(clipped), self._ring.of_step(step)
+        if self._adders is None or self._adders[0] is not life:
+            source = self._ring.source_of_step(step)
+            self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
+        noisy = self._adders[1](step)(*counts)
+        may_change = (step + 1) % self._every == 0  # else the noise of a tree would not cancel
+        self.state = update(self.state, noisy, config=self.config, may_change=may_change)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
+        self.state = QuantileState(float(state["threshold"]), float(state["estimate"]))
 
 
 def changes_every(strategy: Strategy) -> int:
