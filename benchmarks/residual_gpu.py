@@ -14,8 +14,7 @@ most that torch held during a step. Images are random. Further rows:
     vit          ViT-B/16, 64 images of 224 × 224, weights in bf16, AdamW
     views        WRN-16-4 in TF32, 125 images; clipped is the mean over four augmentations of each
     users        the CNN of `step_gpu`, 250 rows of 50 users
-    moving       the same CNN, 250 examples, a clip norm that follows the median
-    poisson      the same, batches drawn by Poisson sampling
+    poisson      the same CNN, 250 examples, batches drawn by Poisson sampling
 """
 
 from __future__ import annotations
@@ -40,7 +39,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping import Flat, Ghost, ModelLoss
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity
@@ -181,7 +179,6 @@ ROWS = [
     Row("vit", 64, "bfloat16"),
     Row("cnn", 250, "float32"),
     Row("cnn", 250, "float32", kind="users"),
-    Row("cnn", 250, "float32", kind="moving"),
     Row("cnn", 250, "float32", kind="poisson"),
     Row("resnet-18", 250, "tf32"),
     Row("wrn-16-2", 500, "bf16"),
@@ -224,16 +221,11 @@ def plain(row: Row, x: Tensor, y: Tensor) -> Step:
 def ours(row: Row, x: Tensor, y: Tensor, *, compile: bool | str = "auto") -> Step:
     model, size = row.make(), len(x)
     rule: Any = Poisson(10_000, 0.25) if row.kind == "poisson" else Epochs(10_000, 1)
-    strategy = identity() if row.kind in ("moving", "poisson") else BLT
+    strategy = identity() if row.kind == "poisson" else BLT
     unit = "user" if row.kind == "users" else "example"
     plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.0, unit=unit)
-    given: dict[str, Any] = {"batch_size": size, "compile": compile, "clip_norm": 1.0}
-    if row.kind == "moving":
-        given["clip_norm"], given["clip"] = (
-            None,
-            QuantileClip(initial=1.0, units=size, bit_noise=1e4),
-        )
-    private = privatize(model, row.optimizer(model), plan, **given)
+    optimizer = row.optimizer(model)
+    private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=size, compile=compile)
     loss_fn, ids = row.loss, np.arange(size) // (5 if row.kind == "users" else 1)
     if row.kind == "poisson":
         x, y = x.repeat(4, 1, 1, 1), y.repeat(4)

@@ -38,7 +38,7 @@ LINES: dict[str, tuple[str, tuple[str, ...]]] = {
         ("claims", "seconds", "pictures"),
     ),
     "train": (
-        "train --epochs 1 --batch-size 240 --mechanism tree --norm-share 0.05 --out trained",
+        "train --epochs 1 --batch-size 240 --mechanism tree --out trained",
         (*JOB, "baseline_accuracy"),
     ),
     "federated": ("federated --rounds 2 --mechanism tree --out users", JOB),

@@ -121,7 +121,6 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --on-replay maybe", "--on-replay must"),
         ("train --mechanism tree --clip-norm 1e-300", "--clip-norm must be at least"),
         ("train --mechanism tree --order backwards", "--order must be file, sorted"),
-        ("train --mechanism tree --norm-share 1e-300", "share must be at least 1e-06"),
         ("sum t.csv --clip 1 --on-replay auto", "--on-replay must"),
         ("train --data os:path", "data 'os:path' must be a function"),
         ("federated --task os:path", "task 'os:path' must be a function"),

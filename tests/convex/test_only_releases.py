@@ -57,10 +57,10 @@ class Outside:
             for name in values:
                 self.sums.append(values[name].numpy().copy() / release.clip_of_test)
             add(release, values)
-            unit = release.clip_of_test / release.divisor_now
+            unit = release.clip_of_test / release.divisor
             for value in values.values():
                 drawn = rng.normal(size=value.shape)  # of noise alone, or of many rows
-                drawn = drawn if kind else np.abs(drawn) * release.divisor_now * 0.3
+                drawn = drawn if kind else np.abs(drawn) * release.divisor * 0.3
                 value.copy_(torch.from_numpy(drawn * unit))
 
         with (

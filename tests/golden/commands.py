@@ -32,7 +32,7 @@ DROPPED = {
         (
             "individual", "pure", "lives", "exposed", "baseline_accuracy", "settings",
             "tolerance", "progressive_score_not_private", "progressive_score",
-            "norm_histogram", "clip_norm_advice", "reserved_epsilon",
+            "reserved_epsilon",
         ),
         "parts that go, and settings of which many go",
     ),

@@ -213,12 +213,4 @@ PROMISES = (
         ("tests/federated/test_secret_cohorts.py",),
         "P3",
     ),
-    Mutant(
-        "a histogram of norms costs nothing",
-        "release/threshold.py",
-        "return plan.noise_multiplier / math.sqrt(1 - self.config.share)",
-        "return plan.noise_multiplier",
-        ("tests/release/test_norm_histogram.py",),
-        "accounting",
-    ),
 )

@@ -123,7 +123,7 @@ RELEASE = (
     Mutant(
         "division by the realised batch",
         "release/release.py",
-        "self.noise.add_(values, times=norm / self.divisor_now)",
+        "self.noise.add_(values, times=norm / self.divisor)",
         "self.noise.add_(values, times=norm / max(1, len(self.ledger.row(self.step).units)))",
         ("tests/training/test_private.py",),
         "P5",
@@ -251,7 +251,7 @@ RELEASE = (
     Mutant(
         "noise of the counts left out of the moving clip",
         "release/threshold.py",
-        "noisy = self._drawn[1](*counts)",
+        "noisy = self._adders[1](step)(*counts)",
         "noisy = counts[0]",
         ("tests/release/test_threshold.py", "tests/clipping/test_adaptive.py"),
         "P8",

@@ -98,6 +98,18 @@ def test_noise_is_in_units_of_the_threshold_in_force():
     assert "follows a quantile" in private.statement().words()
 
 
+def test_a_batch_in_parts_is_counted_as_a_whole():
+    rule = Epochs(epochs=4, steps_per_epoch=4)
+    plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
+    (whole, _), (parts, _) = run(plan, 2), run(plan, 2)
+    x, y = torch.randn(8, 4), torch.arange(8) % 2
+    whole.step(nn.CrossEntropyLoss(), x, y)
+    with parts.accumulate() as step:
+        for rows in (slice(0, 5), slice(5, 8)):
+            step.add(nn.CrossEntropyLoss(), (x[rows], y[rows]))
+    assert whole._parts.threshold.state == parts._parts.threshold.state
+
+
 def test_state_comes_back():
     rule = Epochs(epochs=4, steps_per_epoch=4)
     plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)

@@ -17,7 +17,6 @@ from noshuffle.cli.job_view import JobProgress, JobResult, Say, Stopped, Watch
 from noshuffle.cli.run_home import begun
 from noshuffle.cli.train_choices import PER_RESTART
 from noshuffle.cli.train_parts import (
-    clip_of,
     loaded,
     make_model,
     make_optimizer,
@@ -68,7 +67,7 @@ def run_job(
             model,
             optimizer,
             plan,
-            **clip_of(settings),
+            clip_norm=settings.clip_norm,
             batch_size=settings.batch_size,
             source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
             run=folder,

@@ -18,7 +18,6 @@ from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.train_choices import PER_RESTART, composite_of, constraint_of, rows_in_order
 from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.clipping.check import evaluated
-from noshuffle.clipping.norm_histogram import HistogramClip
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput, one_of
 from noshuffle.optim import FTRL
@@ -134,13 +133,6 @@ def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
         unit=settings.unit,
         **options,
     )
-
-
-def clip_of(settings: TrainSettings) -> dict[str, Any]:
-    """A clip norm, with a histogram of the norms where a share of the guarantee pays for it."""
-    if not settings.norm_share:
-        return {"clip_norm": settings.clip_norm}
-    return {"clip": HistogramClip(norm=settings.clip_norm, share=settings.norm_share)}
 
 
 def loaded(settings: TrainSettings, say: Callable[[str], None] = lambda _: None) -> DataSet:

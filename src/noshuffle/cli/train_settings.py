@@ -62,10 +62,6 @@ class TrainSettings(RunSettings):
         "blt_tapped, blt, tree, identity, … as in plan; best; release_sums: each sum by itself",
     )
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)
-    norm_share: float = privacy(
-        0.0, "share of the guarantee (say 0.01) for a private histogram of gradient norms",
-        check=non_negative,
-    )  # fmt: skip
     sampling: str = privacy(
         "none",
         "none; DP-SGD: poisson, truncated, fixed; banded noise: cyclic; any: bins",
@@ -130,8 +126,6 @@ class TrainSettings(RunSettings):
         fits_float32(lr=self.lr, clip_norm=self.clip_norm)
         if self.features and self.augment is not None:
             raise InvalidInput("features are fixed: --augment goes with images, leave one out")
-        if self.norm_share >= 1:
-            raise InvalidInput(f"norm_share must lie in [0, 1), got {self.norm_share}")
         if self.average >= 1:
             raise InvalidInput(f"average must lie in [0, 1), got {self.average}")
         if self.optimizer != "ftrl" and (self.constraint or self.composite):

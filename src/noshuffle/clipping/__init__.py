@@ -10,7 +10,7 @@ statefulness  what a model keeps                        stateless a call with ot
 products    half precision, wide sums                   gram      norms from inner products
 microbatches  fast, lean, or what fits                  rowwise   many gradients at once
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
-norm_histogram  norms counted in bins, with noise       rule_check  are the rules right?
+rule_check  are the rules right?
 captured    what a loss takes from around it            batch_check  are all of a batch apart?
 trial_runs  runs of a trial, under the same draws       batch_gradients  and on the way back?
 row_check   is row b of every layer example b?  outside_use  weights used around their layers

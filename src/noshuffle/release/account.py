@@ -22,7 +22,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.facts import void_notes
 from noshuffle.release.file_identity import identity, is_same
 from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.spending import COUNTS, Ancestor, spent
+from noshuffle.release.spending import Ancestor, spent
 from noshuffle.statement import PrivacyStatement
 
 if TYPE_CHECKING:
@@ -198,7 +198,7 @@ def _is_in_one_piece(plan: Plan, facts: Mapping[str, str | None]) -> bool:
     of them that was fixed beforehand: where a run stops may be chosen by its results, and its cost
     is no sum over steps, as that of Gaussian ones is.
     """
-    return facts.get("adaptive_clip") in COUNTS or plan.participation.is_sampled
+    return facts.get("adaptive_clip") == "yes" or plan.participation.is_sampled
 
 
 def _uncounted(ancestors: Sequence[Ancestor], origin: str) -> list[Ancestor]:

@@ -7,9 +7,7 @@ noise z_Δ that leaves the plan's μ as it is,
     S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
 
 so the statement is unchanged (Andrew et al. 2021, for k = S = 1). Under sampling gradient and count
-are drawn by the same coin, and S = k = 1 for the joint release of a step. A histogram of the norms
-beside a constant clip norm is paid in the same way, by a share of μ² (`clipping.norm_histogram`).
-No state.
+are drawn by the same coin, and S = k = 1 for the joint release of a step. No state.
 
 >>> from noshuffle.participation import Epochs
 >>> from noshuffle.strategies import identity

@@ -106,14 +106,8 @@ def facts(found: Found) -> Iterator[str]:
 def _scale(meta: Mapping[str, str], plan: Plan) -> Iterator[str]:
     """Noise of z times the clip norm."""
     clip = re.fullmatch(r"Flat\((?:clip_norm=|norm=|c=)?([0-9.e+-]+)\)", meta.get("clip", ""))
-    is_scheduled = (meta.get("clip") or "").startswith("BySteps(")
-    counted = re.fullmatch(r"HistogramClip\(norm=\S+, share=([0-9.e-]+)\)", meta.get("clip", ""))
-    is_constant = clip is not None and (meta.get("adaptive_clip") or "no") == "no"
-    if is_scheduled or counted or is_constant:
-        norm = float(clip.group(1)) if clip else 1.0  # otherwise in units of the norm
-        scale = plan.noise_multiplier * norm
-        if counted:  # what is left for the gradients
-            scale /= math.sqrt(1 - float(counted.group(1)))
+    if clip is not None and (meta.get("adaptive_clip") or "no") == "no":
+        scale = plan.noise_multiplier * float(clip.group(1))
         if not math.isclose(scale, float(meta.get("noise_scale", "nan")), rel_tol=1e-12):
             yield (
                 f"the noise scale on record is {meta.get('noise_scale')}, the plan's noise "

@@ -18,8 +18,6 @@ from torch import nn
 
 from noshuffle.clipping import Clip
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.norm_histogram import CountingClip, HistogramClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.noise.stream import VERSION
 from noshuffle.plan import Plan
@@ -27,7 +25,7 @@ from noshuffle.release.fingerprint import FORM, of_batch
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.spending import COUNTS, spent
+from noshuffle.release.spending import ADAPTIVE_CLIP, spent
 from noshuffle.release.unit_ids import Ids
 from noshuffle.statement import PrivacyStatement, voids
 
@@ -148,8 +146,8 @@ def bind_facts(
     plan: Plan,
     ring: KeyRing,
     *,
-    clip: Clip | CountingClip | BySteps,
-    divisor: float | BySteps,
+    clip: Clip | QuantileClip,
+    divisor: float,
     noise_scale: float,
     more: Mapping[str, str],
 ) -> None:
@@ -180,18 +178,11 @@ def bind_facts(
         "clip": repr(clip),
         "batch_size": str(divisor),
         "noise_scale": repr(float(noise_scale)),
-        "adaptive_clip": _counts(clip),
+        "adaptive_clip": "yes" if isinstance(clip, QuantileClip) else "no",
         **more,
     }
     for name, value in facts.items():
         ledger.bind(name, value)
-
-
-def _counts(clip: object) -> str:
-    """What norms are counted for, out of the plan's guarantee (`spending.COUNTS`)."""
-    if isinstance(clip, HistogramClip):
-        return "histogram"
-    return "yes" if isinstance(clip, QuantileClip) else "no"
 
 
 #: (fact, value, what it adds to a statement)
@@ -200,7 +191,7 @@ _SENTENCES = (
     ("identified_by", "fingerprints", FINGERPRINTS_ONLY),
     ("in_parts", "yes", IN_PARTS),
     ("unchanged_loop", "yes", UNCHANGED_LOOP),
-    *(("adaptive_clip", value, said) for value, said in COUNTS.items()),
+    ("adaptive_clip", "yes", ADAPTIVE_CLIP),
     ("public_order", "yes", PUBLIC_ORDER),
     ("isolation", "tried", ISOLATION),
 )

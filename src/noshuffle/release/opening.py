@@ -40,7 +40,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.folder_lock import FolderLock, take
 from noshuffle.release.keys import KeyRing
 from noshuffle.release.ledger import Ledger
-from noshuffle.release.spending import COUNTS, Ancestor
+from noshuffle.release.spending import Ancestor
 from noshuffle.release.unfinished import is_half_sealed
 from noshuffle.strategies.recipe import Recipe
 from noshuffle.version import __version__
@@ -276,7 +276,7 @@ def fork(parent: RunFolder | str | Path, path: str | Path, *, moved: bool = Fals
         ledger.let_go()
         raise
     released = ledger.end()
-    is_adaptive = ledger.meta("adaptive_clip") in COUNTS
+    is_adaptive = ledger.meta("adaptive_clip") == "yes"
     notes = tuple(note for note in notes_of(ledger.facts()) if note != OTHER_RUNS)
     budget = ledger.meta("budget") or ""
     parent_run = Ancestor(plan, released, is_adaptive, notes, budget)

@@ -35,8 +35,7 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
-from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.norm_histogram import CountingClip
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positive
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -68,8 +67,8 @@ class Release(RunState):
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: float | Clip | CountingClip | BySteps,
-        divisor: float | BySteps = 1,
+        clip: float | Clip | QuantileClip,
+        divisor: float = 1,
         device: torch.device | str = "cpu",
         run: Run = None,
         source: Source | None = None,
@@ -81,15 +80,14 @@ class Release(RunState):
         Arguments:
             shapes: what is summed, by name.
             clip: the bound on one unit's contribution to one step.
-            divisor: the planned constant that every noisy sum is divided by (or one by step).
+            divisor: the planned constant that every noisy sum is divided by.
             source: where noise comes from; keys of the operating system by default.
             facts: further facts that the ledger is to hold; a different value later is refused.
             budget: what all runs on the same data draw on (`noshuffle.Budget`).
         """
-        if not isinstance(divisor, BySteps):
-            positive(divisor=divisor)
-            # A checkpoint with numbers of NumPy could not be loaded again (torch, weights_only).
-            divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
+        positive(divisor=divisor)
+        # A checkpoint with numbers of NumPy could not be loaded again (torch, weights_only).
+        divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
         place = torch.device(device)
         bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
         opened = open_run(plan, run=run, source=source, device=place, budget=budget)
@@ -98,12 +96,6 @@ class Release(RunState):
         except BaseException as error:
             opened.give_up(plan, is_refused=isinstance(error, NoshuffleError))
             raise
-
-    @property
-    def divisor_now(self) -> float:
-        """The planned constant that the noisy sum of the next step is divided by."""
-        planned = self.divisor
-        return planned.at(self.noise.step) if isinstance(planned, BySteps) else planned
 
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step: the same in every replay."""
@@ -265,7 +257,7 @@ class Release(RunState):
             norm = self.threshold.clip.bound(tuple(values))
             for value in values.values():
                 value.mul_(1.0 / norm)
-        self.noise.add_(values, times=norm / self.divisor_now)
+        self.noise.add_(values, times=norm / self.divisor)
 
     def _check_leave(self) -> None:
         step = self.noise.step
@@ -278,15 +270,12 @@ class Release(RunState):
 
     def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
         """What is counted of the norms of a step, for its digest."""
-        if not self.threshold.is_adaptive:
-            return []
-        count = self.threshold.count(sums)
-        return [torch.tensor(count, dtype=torch.float64, device=self._device)]
+        counts = self.threshold.count(sums)
+        return [torch.tensor(counts, dtype=torch.float64, device=self._device)] if counts else []
 
     def learn(self, sums: list[ClippedSum], *, step: int) -> None:
         """Take in the noisy counts of a step: a moving clip norm follows them."""
-        if self.threshold.is_adaptive:
-            self.threshold.learn(sums, step=step)
+        self.threshold.learn(sums, step=step)
 
     def refusal(self, step: int) -> ReplayRefused:
         """Why a released step cannot be repeated."""

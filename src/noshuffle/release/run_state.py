@@ -19,8 +19,7 @@ from typing import Any
 import torch
 
 from noshuffle.clipping import Clip
-from noshuffle.clipping.by_steps import BySteps
-from noshuffle.clipping.norm_histogram import CountingClip
+from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream
 from noshuffle.one_owner import OneOwner
@@ -46,8 +45,8 @@ class RunState(OneOwner):
         opened: Opened,
         shapes: Mapping[str, Sequence[int]],
         *,
-        clip: Clip | CountingClip | BySteps,
-        divisor: float | BySteps,
+        clip: Clip | QuantileClip,
+        divisor: float,
         device: torch.device,
         facts: Mapping[str, str] | None = None,
     ) -> None:
@@ -57,7 +56,7 @@ class RunState(OneOwner):
         self._opened = replace(opened, lock=None)  # which is let go of with the run
         self.charge, self.id_secret = opened.charge, opened.ring.secret
         self._device, self._shapes = device, {n: tuple(s) for n, s in shapes.items()}
-        self.threshold: Threshold = threshold_for(clip, plan, opened.ring, lambda: self.noise.step)
+        self.threshold: Threshold = threshold_for(clip, plan, opened.ring)
         self.threshold.settle(tuple(shapes))
         scale = self.threshold.noise_scale(plan, tuple(shapes))
         more = {"sums": names_of_sums(shapes), **(facts or {})}
@@ -132,9 +131,9 @@ class RunState(OneOwner):
 
     def epsilon_after(self, steps: int) -> float:
         """ε of the first `steps` steps of this run, and of the runs it was forked from."""
-        if not self.ancestors and not self.threshold.has_counts:
+        if not self.ancestors and not self.threshold.is_adaptive:
             return self.plan.epsilon_after(steps)
-        notes = (ADAPTIVE_CLIP,) if self.threshold.has_counts else ()
+        notes = (ADAPTIVE_CLIP,) if self.threshold.is_adaptive else ()
         return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
 
     def write_statement(self) -> None:
@@ -151,8 +150,7 @@ class RunState(OneOwner):
         }
 
     def _identity(self) -> dict[str, Any]:
-        planned = repr(self.divisor) if isinstance(self.divisor, BySteps) else self.divisor
-        return {"plan": self.plan.hash, "key": self.name, "batch_size": planned}
+        return {"plan": self.plan.hash, "key": self.name, "batch_size": self.divisor}
 
     def check_state(self, state: Mapping[str, Any]) -> None:
         """Refuse a state of another run, or one that knows of more steps than the ledger."""

@@ -27,14 +27,6 @@ ADAPTIVE_CLIP = (
     "The clip norm follows a quantile of the gradient norms; the noisy counts it is steered by are "
     "part of the stated ε, paid for by more noise on the gradients."
 )
-#: Runs that release counts of norms, by the value of their fact "adaptive_clip", and what they say.
-COUNTS = {
-    "yes": ADAPTIVE_CLIP,
-    "histogram": (
-        "A histogram of the gradient norms was released with noise of its own; it is part of the "
-        "stated ε, paid for by more noise on the gradients."
-    ),
-}
 
 
 @dataclass(frozen=True)
@@ -132,7 +124,7 @@ def _inherited(sentence: str) -> str:
 
 def _statement(plan: Plan, released: int, notes: tuple[str, ...]) -> PrivacyStatement:
     """The plan's statement for its first `released` steps."""
-    if 0 < released < plan.steps and any(said in notes for said in COUNTS.values()):
+    if 0 < released < plan.steps and ADAPTIVE_CLIP in notes:
         # The budget was split between counts and gradients for the participations of the whole
         # run; over a part of them the same split can cost more than the part of the plan does.
         return plan.statement(notes=(*notes, so_far(released, plan.steps)))

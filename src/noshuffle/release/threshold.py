@@ -1,28 +1,22 @@
-"""The clip norm of a run: constant (its norms counted, if asked for), by a schedule, or following a
-quantile where that is allowed.
+"""The clip norm of a run: constant, or following a quantile where that is allowed.
 
 With correlated noise, later noise cancels earlier noise; that works only while both are in units of
-the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), so a schedule may be
-given under any mechanism by whoever knows what it costs; but a threshold that nobody foresees moves
-at every step under independent noise, at the end of a tree where trees restart, and nowhere else.
+the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"), but the sum does: a
+threshold moves at every step under independent noise, at the end of a tree where trees restart, and
+nowhere else.
 
-Noisy counts, which steer it or make a histogram of the norms beside a constant clip norm, are paid
-for out of the plan (`count_cost`); a histogram goes with any mechanism that is not sampled.
-State: the threshold, the estimate (here, or with a device that moves them itself:
-`device_threshold`), noise drawn ahead; the noisy counts of all steps.
+The noisy counts that steer it are paid for out of the plan (`count_cost`).
+State: the threshold and the estimate.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, Protocol
-
-import numpy as np
+from typing import Any
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
-    BIT_SENSITIVITY,
     QuantileClip,
     QuantileState,
     gradient_multiplier,
@@ -30,11 +24,8 @@ from noshuffle.clipping.adaptive import (
     start,
     update,
 )
-from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.factor import Groups
-from noshuffle.clipping.norm_histogram import EDGES, CountingClip, HistogramClip, NormHistogram
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.noise import Source
 from noshuffle.noise.source import NumberNoise
 from noshuffle.plan import Plan
 from noshuffle.release.count_cost import bit_noise_for, count_ratio
@@ -50,10 +41,9 @@ COUNT = "(clip count)"
 class Threshold:
     """What to clip to in the coming step."""
 
-    #: Whether sums are brought to units of the clip norm before noise is added.
+    #: Whether it moves: sums are brought to units of the clip norm before noise is added, and noisy
+    #: counts are paid for out of the plan's budget.
     is_adaptive = False
-    #: Whether noisy counts are paid for out of the plan's budget.
-    has_counts = False
 
     #: Names, groups and bound of a clip that could move by itself; None of one that cannot.
     settled: tuple[tuple[str, ...], Groups, float] | None = None
@@ -63,7 +53,7 @@ class Threshold:
 
     def settle(self, names: tuple[str, ...]) -> None:
         """Keep what the noise is made for, and raise where the groups allow more than the bound."""
-        if self.is_adaptive or type(self.clip) is Flat:
+        if type(self.clip) is Flat:
             return
         groups, bound = self._limits(names)
         whole = math.hypot(*(norm for _, norm in groups))
@@ -97,18 +87,11 @@ class Threshold:
         return plan.noise_multiplier * self.clip.bound(names)
 
     def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """The raw numbers that a step is about to be learned from; zero for a constant."""
-        return [0.0]
-
-    def prepare(self, step: int) -> None:
-        """Do what `learn` of this step can do without its norms."""
+        """The raw numbers that a step is about to be learned from; none for a constant."""
+        return []
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
-
-    def histogram(self) -> NormHistogram | None:
-        """The noisy histogram of the norms of all steps so far, if one is paid for."""
-        return None
 
     def state_dict(self) -> dict[str, Any]:
         return {}
@@ -117,33 +100,10 @@ class Threshold:
         """Nothing to restore."""
 
 
-class ScheduledThreshold(Threshold):
-    """A clip norm for every step, public and fixed beforehand, under any mechanism."""
-
-    is_adaptive = True
-
-    def __init__(self, norms: BySteps, now: Callable[[], int]) -> None:
-        self._norms, self._now = norms, now
-
-    @property
-    def clip(self) -> Clip:  # type: ignore[override]
-        return Flat(self._norms.at(self._now()))
-
-    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """In units of the clip norm."""
-        return plan.noise_multiplier
-
-
-class MovedElsewhere(Protocol):
-    """What moves a threshold itself (`device_threshold`), and says where it is."""
-
-    def read(self) -> QuantileState: ...
-
-
 class AdaptiveThreshold(Threshold):
     """A threshold that follows a quantile."""
 
-    is_adaptive = has_counts = True
+    is_adaptive = True
 
     def __init__(self, config: QuantileClip, plan: Plan, ring: KeyRing) -> None:
         self._every = changes_every(plan.strategy)
@@ -156,41 +116,17 @@ class AdaptiveThreshold(Threshold):
         self.config = config
         self._ring = ring
         self._adders: tuple[Life, Callable[[int], NumberNoise]] | None = None
-        self._drawn: tuple[int, NumberNoise] | None = None
-        #: Who moves the threshold, if not `learn`.
-        self.on_device: MovedElsewhere | None = None
-        self._now: QuantileState | None = start(config)
-
-    def _set(self, state: QuantileState) -> None:
-        self._now, self.on_device = state, None
+        #: What the norms of the coming step are clipped to and compared with.
+        self.state = start(config)
 
     @property
     def clip(self) -> Clip:  # type: ignore[override]
         return Flat(self.state.threshold)
 
-    @property
-    def state(self) -> QuantileState:
-        """What the norms of the coming step are clipped to and compared with.
-
-        Whoever asks waits for a device that moves it; if that fails, nobody goes on with an older
-        one.
-        """
-        if self._now is None:
-            assert self.on_device is not None
-            self._now = self.on_device.read()
-        return self._now
-
-    def follow(self, device: MovedElsewhere) -> None:
-        """A device moves the threshold now, with the noise of the step (`noise_of`)."""
-        self._now, self.on_device = None, device
-
-    def may_change(self, step: int) -> bool:
-        """Whether the threshold in force moves behind this step."""
-        return (step + 1) % self._every == 0
-
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """z_Δ, in units of the clip norm; see `count_cost`."""
-        _check_names(names)
+        if COUNT in names:
+            raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
         if plan.noise_multiplier == 0:
             return 0.0
         if self.config.noise <= bit_noise_for(plan, share=1.0):
@@ -208,21 +144,6 @@ class AdaptiveThreshold(Threshold):
         """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
         return [sum(shifted_count(c.norms, self.state, present=c.present) for c in clipped)]
 
-    def prepare(self, step: int) -> None:
-        """Draw the noise of the count, which does not depend on it."""
-        if self._drawn is None or self._drawn[0] != step:
-            life = self._ring.of_step(step)
-            if self._adders is None or self._adders[0] is not life:
-                source = self._ring.source_of_step(step)
-                self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
-            self._drawn = step, self._adders[1](step)
-
-    def noise_of(self, step: int) -> NumberNoise:
-        """The noise of the count of a step; for whoever adds it behind the step's row, once."""
-        self.prepare(step)
-        assert self._drawn is not None
-        return self._drawn[1]
-
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
@@ -230,81 +151,19 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        counts = self.count(clipped)
-        self.prepare(step)
-        assert self._drawn is not None
-        noisy = self._drawn[1](*counts)
-        may_change = self.may_change(step)
-        self._set(update(self.state, noisy, config=self.config, may_change=may_change))
+        counts, life = self.count(clipped), self._ring.of_step(step)
+        if self._adders is None or self._adders[0] is not life:
+            source = self._ring.source_of_step(step)
+            self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
+        noisy = self._adders[1](step)(*counts)
+        may_change = (step + 1) % self._every == 0  # else the noise of a tree would not cancel
+        self.state = update(self.state, noisy, config=self.config, may_change=may_change)
 
     def state_dict(self) -> dict[str, Any]:
         return self.state.state_dict()
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._set(QuantileState(float(state["threshold"]), float(state["estimate"])))
-
-
-class CountedThreshold(Threshold):
-    """A constant clip norm whose norms are counted in bins."""
-
-    is_adaptive = has_counts = True  # noise in units of the clip norm, as for one that moves
-
-    def __init__(self, config: HistogramClip, plan: Plan, ring: KeyRing) -> None:
-        # A step that is sampled is one release only if its noise is its own, and of one size.
-        if plan.participation.is_sampled and changes_every(plan.strategy) != 1:
-            raise Unsupported(
-                "a histogram of norms beside secret sampling and noise that is correlated, or has "
-                "gains, is not accounted for; use clip_norm=, identity(), or batches that are not "
-                "sampled"
-            )
-        self.config, self.clip = config, Flat(config.norm)
-        #: Deviation of the noise of one bin in one step.
-        self.noise = bit_noise_for(plan, share=config.share) / BIT_SENSITIVITY
-        self._ring = ring
-        self._adders: tuple[Source, list[Callable[[int], NumberNoise]]] | None = None
-        self._counts, self._steps = [0.0] * (len(EDGES) + 1), 0
-
-    def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """z_Δ, in units of the clip norm; see `clipping.norm_histogram`."""
-        _check_names(names)
-        return plan.noise_multiplier / math.sqrt(1 - self.config.share)
-
-    def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """How many units lie in each bin."""
-        every = (self.config.bins(c.norms, present=c.present) for c in clipped)
-        return [float(total) for total in sum(every, np.zeros(len(EDGES) + 1))]
-
-    def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
-        """Count, add noise, add up.
-
-        Guarantees: noise as that of `AdaptiveThreshold.learn`, a stream for every bin; what is kept
-        is made of noisy counts on the grid alone.
-        """
-        source = self._ring.source_of_step(step)
-        if self._adders is None or self._adders[0] != source:
-            names = (f"{COUNT} {index}" for index in range(len(self._counts)))
-            adders = [source.adders(name=name, scale=self.noise) for name in names]
-            self._adders = source, adders
-        pairs = zip(self._adders[1], self.count(clipped))
-        noisy = [adder(step)(count) for adder, count in pairs]
-        self._counts = [total + more for total, more in zip(self._counts, noisy)]
-        self._steps += 1
-
-    def histogram(self) -> NormHistogram:
-        deviation = self.noise * math.sqrt(self._steps)
-        return NormHistogram.of(self._counts, clip=self.config, deviation=deviation)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"counts": list(self._counts), "steps": self._steps}
-
-    def load_state_dict(self, state: dict[str, Any]) -> None:
-        self._counts = [float(count) for count in state["counts"]]
-        self._steps = int(state["steps"])
-
-
-def _check_names(names: tuple[str, ...]) -> None:
-    if any(name.startswith(COUNT) for name in names):
-        raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
+        self.state = QuantileState(float(state["threshold"]), float(state["estimate"]))
 
 
 def changes_every(strategy: Strategy) -> int:
@@ -314,14 +173,8 @@ def changes_every(strategy: Strategy) -> int:
     return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
 
 
-def threshold_for(
-    clip: Clip | CountingClip | BySteps, plan: Plan, ring: KeyRing, now: Callable[[], int]
-) -> Threshold:
-    """A constant clip, one by a schedule, or one that counts norms; `now`: the next step."""
-    if isinstance(clip, BySteps):
-        return ScheduledThreshold(clip, now)
+def threshold_for(clip: Clip | QuantileClip, plan: Plan, ring: KeyRing) -> Threshold:
+    """A constant clip, or one that follows a quantile."""
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan, ring)
-    if isinstance(clip, HistogramClip):
-        return CountedThreshold(clip, plan, ring)
     return Threshold(clip)

@@ -4,7 +4,6 @@ learning_curve   accuracy on held-out data over steps
 epsilon_curve    ε spent so far
 signal_curve     length of the released gradient beside that of its noise alone
 clip_curve       a clip norm that follows a private quantile
-norm_bars        gradient norms before clipping, from noisy counts
 noise_figure     standard deviation of the noise in the model over steps, the chosen mechanism
                  beside a Honaker tree and independent noise at the same ε
 """
@@ -19,7 +18,6 @@ from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec
 
 import numpy as np
 
-from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import NoshuffleError
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
@@ -123,22 +121,6 @@ def clip_curve(axes: Axes, rows: Sequence[dict[str, Any]], *, step: str = "step"
     steps, norms = ([row[name] for row in rows] for name in ("step", "clip_norm"))
     axes.plot(steps, norms, color=ACCENT, marker="o", ms=3)
     axes.set(xlabel=step, ylabel="clip norm", ylim=(0, None))
-
-
-@as_svg
-def norm_bars(axes: Axes, found: NormHistogram) -> None:
-    """Share of the units in every bin, with two deviations of its noise, and the clip norm."""
-    edges = [found.edges[0] / 2**0.5, *found.edges, found.edges[-1] * 2**0.5]
-    shares, wide = 100 * found.shares, np.diff(edges)
-    colours = [WARM if left >= found.clip_norm else ACCENT for left in edges[:-1]]
-    axes.bar(edges[:-1], shares, wide, align="edge", color=colours, edgecolor="white", lw=0.5)
-    middles = np.sqrt(np.multiply(edges[:-1], edges[1:]))
-    axes.errorbar(middles, shares, 100 * found.error, fmt="none", ecolor=MUTED, lw=1)
-    axes.set_xscale("log", base=2)
-    axes.xaxis.set_major_formatter("{x:g}")
-    axes.axvline(found.clip_norm, color=MUTED, lw=1, ls="--")
-    axes.set(xlabel="gradient norm before clipping", ylabel="share of gradients, %")
-    axes.set_ylim(0, 1.1 * float(shares.max() + 100 * found.error))
 
 
 def label_ends(axes: Axes, x: float, ends: Sequence[tuple[float, str, Any]]) -> None:

@@ -13,7 +13,6 @@ from typing import Any
 import numpy as np
 
 from noshuffle.accounting.tradeoff import from_curve, gaussian_tradeoff
-from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import InvalidInput
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
@@ -21,7 +20,7 @@ from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.ledger_tables import Evidence
 from noshuffle.release.other_folders import not_a_run
-from noshuffle.release.spending import COUNTS, Ancestor
+from noshuffle.release.spending import ADAPTIVE_CLIP, Ancestor
 from noshuffle.statement import voids
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
@@ -99,14 +98,7 @@ class RunRecord:
     @property
     def has_counts(self) -> bool:
         """Whether counts of norms are paid for: then ε is that of the whole plan from step 1 on."""
-        said = self.statement.get("assumptions", ())
-        return any(sentence in said for sentence in COUNTS.values())
-
-    @property
-    def norm_histogram(self) -> NormHistogram | None:
-        """The newest noisy histogram of gradient norms, if the run pays for one."""
-        found = [row["norm_histogram"] for row in self.evaluations if row.get("norm_histogram")]
-        return NormHistogram.from_dict(found[-1]) if found else None
+        return ADAPTIVE_CLIP in self.statement.get("assumptions", ())
 
     @property
     def name(self) -> str:

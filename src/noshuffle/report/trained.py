@@ -39,21 +39,11 @@ def figures(run: RunRecord) -> Iterator[plots.Figure]:
     if not run.not_private:
         yield from _privacy(run)
     yield from _signal(run)
-    if (norms := run.norm_histogram) is not None:
-        yield (
-            plots.norm_bars(norms),
-            "Gradient norms before clipping, counted with noise that is part of ε: about "
-            f"{100 * norms.above:.0f} % were above the clip norm {norms.clip_norm:g} and were cut "
-            f"to it. A bar is right to ± {100 * norms.error:.2g} % (two deviations of its noise).",
-        )
     if len({row.get("clip_norm") for row in run.evaluations}) > 1:
-        follows = any("clip norm follows" in said for said in run.statement.get("assumptions", []))
-        caption = "The clip norm, as it was scheduled."
-        if follows:
-            caption = (
-                "The clip norm follows a quantile of the norms by noisy counts, which are paid for."
-            )
-        yield plots.clip_curve(run.evaluations), caption
+        yield (
+            plots.clip_curve(run.evaluations),
+            "The clip norm follows a quantile of the norms by noisy counts, which are paid for.",
+        )
     yield from plots.noise_figure(
         run.plan,
         "What the noise has added to the model's running sum: all mechanisms at this ε.",
@@ -95,7 +85,6 @@ def _signal(run: RunRecord) -> Iterator[plots.Figure]:
     except NoshuffleError:  # too long to compute
         return
     scale = run.plan.noise_multiplier * clip / batch
-    scale /= math.sqrt(1 - (run.config.get("norm_share") or 0.0))  # gradients pay for a histogram
     noise = [
         scale * per_step[row["step"] - 1] * math.sqrt(row["trained_parameters"]) for row in rows
     ]

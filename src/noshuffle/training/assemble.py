@@ -16,20 +16,17 @@ add it, or freeze it with requires_grad_(False)
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import nn
 
 from noshuffle.clipping import Clip, Flat, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.clipping.by_steps import BySteps, Scheduled
 from noshuffle.clipping.check import original, trainable
-from noshuffle.clipping.norm_histogram import CountingClip, HistogramClip
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
 from noshuffle.plan import Plan
@@ -48,9 +45,9 @@ def privatize(
     optimizer: torch.optim.Optimizer,
     plan: Plan,
     *,
-    batch_size: int | Scheduled,
-    clip_norm: Scheduled | None = None,
-    clip: Clip | CountingClip | None = None,
+    batch_size: int,
+    clip_norm: float | None = None,
+    clip: Clip | QuantileClip | None = None,
     unit: str | None = None,
     reduce: str = "mean",
     engine: Engine | None = None,
@@ -69,14 +66,9 @@ def privatize(
     """Bind a model, an optimizer and a plan.
 
     Arguments:
-        batch_size: the constant that every noisy sum is divided by, whatever arrives; pairs
-            (first step, size) where it changes, or a function of the step.
+        batch_size: the constant that every noisy sum is divided by, whatever arrives.
         clip_norm, clip: bound on one unit's contribution; a number, or `Flat`, `PerLayer`,
-            `QuantileClip` (follows a quantile; identity noise or trees that restart), or
-            `HistogramClip` (a number, and a private histogram of the norms within the same ε:
-            `private.norm_histogram`; `noshuffle.clipping.norm_histogram`). A norm
-            that changes, under any mechanism: pairs (first step, norm), one for every step, or a
-            function of the step; public, and without effect on ε.
+            `QuantileClip` (follows a quantile; identity noise or trees that restart).
         unit: said again to be safe; must equal the plan's ("example" or "user").
         reduce: how the examples of one user become one gradient, "mean" or "sum".
         engine: a clipping engine; by default the one that suits the model.
@@ -101,10 +93,8 @@ def privatize(
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
-    norms, sizes = _by_steps(clip_norm, plan), _by_steps(batch_size, plan)
-    a_norm: Any = norms.at(0) if norms is not None else clip_norm
-    a_size: Any = int(sizes.at(0)) if sizes is not None else batch_size
-    check_arguments(model, optimizer, plan, engine, a_norm, clip, a_size, unit)
+    check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
+    bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)
     parameters = trainable(inner)
     # A distributed tensor, known by its mesh: the class itself takes seconds to import.
@@ -117,8 +107,8 @@ def privatize(
     release = Release.begin(
         plan,
         {name: tuple(p.shape) for name, p in parameters.items()},
-        clip=clip if clip is not None else norms or Flat(float(a_norm)),
-        divisor=sizes or a_size,
+        clip=bound,
+        divisor=batch_size,
         device=device,
         run=run,
         source=source,
@@ -137,14 +127,6 @@ def privatize(
     private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
     private.write_statement()
     return private
-
-
-def _by_steps(given: Any, plan: Plan) -> BySteps | None:
-    """A schedule, where more than one number was given."""
-    is_many = callable(given) or (
-        isinstance(given, Iterable) and not isinstance(given, Tensor | str)
-    )
-    return BySteps.of(given, steps=plan.steps) if is_many else None
 
 
 @dataclass(frozen=True)
@@ -178,7 +160,7 @@ def check_arguments(
     plan: Plan,
     engine: Engine | None,
     clip_norm: float | None,
-    clip: Clip | CountingClip | None,
+    clip: Clip | QuantileClip | None,
     batch_size: int,
     unit: str | None,
 ) -> None:
@@ -194,7 +176,7 @@ def check_arguments(
     if clip_norm is not None:
         Flat(clip_norm)  # checks the number
     elif not all(hasattr(clip, name) for name in ("groups", "bound")):
-        instance_of((QuantileClip, HistogramClip), **{"clip (a number goes to clip_norm)": clip})
+        instance_of(QuantileClip, **{"clip (a number goes to clip_norm)": clip})
     instance_of(nn.Module, model=model)
     instance_of(torch.optim.Optimizer, optimizer=optimizer)
     instance_of(Plan, plan=plan)

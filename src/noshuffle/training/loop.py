@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -271,7 +271,5 @@ def _measure(private: Private, evaluate: Evaluate | None, epoch: int) -> dict[st
         }
         if private._parts.threshold.is_adaptive:  # learned from noisy counts: released
             released["clip_norm"] = private._parts.threshold.clip.bound(())
-        if private.norm_histogram is not None:
-            released["norm_histogram"] = asdict(private.norm_histogram)
         private.run.append_metrics({**released, **metrics})
     return metrics

@@ -16,7 +16,6 @@ from typing import Any
 from torch import nn
 
 from noshuffle.clipping.check import original
-from noshuffle.clipping.norm_histogram import NormHistogram
 from noshuffle.errors import InvalidInput, NoshuffleError
 from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
@@ -58,12 +57,6 @@ class TrainingRun(OneOwner):
         if isinstance(self._outcome, Unread):
             self._outcome = self._outcome.read()
         return self._outcome
-
-    @property
-    def norm_histogram(self) -> NormHistogram | None:
-        """The private histogram of the gradient norms, where `clip=HistogramClip(…)` pays for one;
-        released, unlike `outcome.norms`."""
-        return self._parts.threshold.histogram()
 
     @property
     def ledger(self) -> Ledger:

@@ -73,8 +73,8 @@ class Parts:
 
     @property
     def planned_batch(self) -> float:
-        """What the coming step is divided by."""
-        return self.release.divisor_now
+        """What every noisy sum is divided by."""
+        return self.release.divisor
 
 
 def check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:

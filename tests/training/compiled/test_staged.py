@@ -1,4 +1,4 @@
-"""Users and moving clip norms in the compiled step, without capture: as the eager step has them."""
+"""Users in the compiled step, without capture: as the eager step has them."""
 
 from __future__ import annotations
 
@@ -8,14 +8,13 @@ import torch
 from torch import nn
 
 from noshuffle.clipping import conv_kernels
-from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.forms import DenseGradient
 from noshuffle.clipping.graph_memory import holding
 from noshuffle.errors import Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
-from noshuffle.strategies import identity, tree
+from noshuffle.strategies import identity
 from noshuffle.training import privatize
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled.flat import Flattened
@@ -32,19 +31,18 @@ def _off_grid(monkeypatch):
     monkeypatch.setattr("noshuffle.noise.grid.grid_step", lambda _: 0.0)
 
 
-def make(*, compiled, unit="example", clip=None, strategy=None, rule=None, **options):
+def make(*, compiled, rule=None, **options):
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(6, 8), nn.Tanh(), nn.Linear(8, 3))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.2, momentum=0.9)
     plan = Plan(
         participation=rule or MinSeparation(STEPS, 1, STEPS),
-        strategy=strategy or identity(),
+        strategy=identity(),
         noise_multiplier=0.5,
-        unit=unit,
+        unit="user",
     )
     options = {"source": test_source(seed=1), "batch_size": SIZE, **options}
-    norm = 0.3 if clip is None else None
-    private = privatize(model, optimizer, plan, clip_norm=norm, clip=clip, **options)
+    private = privatize(model, optimizer, plan, clip_norm=0.3, **options)
     if compiled:
         private.compiled = Compiled(private._parts, capacity=SIZE, captures=False)
     return private
@@ -77,9 +75,7 @@ def alike(one, other):
 @pytest.mark.parametrize("reduce", ["sum", "mean"])
 @pytest.mark.parametrize("bad", [None, float("nan"), float("inf")])
 def test_users_are_clipped_as_the_eager_step_clips_them(reduce, bad):
-    runs = [
-        steps(make(compiled=c, unit="user", reduce=reduce), ids=IDS, bad=bad) for c in (False, True)
-    ]
+    runs = [steps(make(compiled=c, reduce=reduce), ids=IDS, bad=bad) for c in (False, True)]
     alike(*runs)
     assert len(runs[1][0][0].norms) == 4  # users, not rows
     assert runs[1][0][0].nonfinite == (bad is not None)
@@ -87,7 +83,7 @@ def test_users_are_clipped_as_the_eager_step_clips_them(reduce, bad):
 
 def test_users_that_may_not_take_part_again_are_left_out():
     once = MinSeparation(STEPS, 2, 2)
-    options = {"unit": "user", "rule": once, "on_violation": "drop"}
+    options = {"rule": once, "on_violation": "drop"}
     runs = [steps(make(compiled=c, **options), ids=IDS, bad=np.nan) for c in (False, True)]
     alike(*runs)
     assert [own.dropped for own in runs[1][0]] == [0, 5, 0, 1]
@@ -137,76 +133,6 @@ def test_users_of_a_batch_that_was_interrupted_are_those_of_the_next_try(monkeyp
     sums, _, _ = users.sums(torch.ones(4, 1), torch.zeros(4))
     assert sums.flatten().tolist() == [4.0, 0.0, 0.0, 0.0]
     assert users.units.tolist() == [0] * 4
-
-
-@pytest.mark.parametrize("strategy", [identity(), tree(restart_every=2)])
-@pytest.mark.parametrize("unit", ["example", "user"])
-def test_a_clip_norm_that_moves_goes_the_eager_way(strategy, unit):
-    clip = QuantileClip(initial=0.1, units=SIZE, bit_noise=4.0, rate=0.5)
-    runs, norms = [], []
-    for compiled in (False, True):
-        private = make(compiled=compiled, unit=unit, clip=clip, strategy=strategy)
-        runs.append(steps(private, ids=IDS if unit == "user" else np.arange(SIZE)))
-        norms.append(private._parts.threshold.state_dict())
-    alike(*runs)
-    assert norms[0] == pytest.approx(norms[1])
-    assert norms[0]["threshold"] != 0.1
-
-
-def test_a_step_with_a_moving_norm_is_repeated_to_the_bit(tmp_path):
-    """Replayed after a crash: the digest covers the norm and the count, and both come again."""
-    clip = QuantileClip(initial=0.1, units=SIZE, bit_noise=4.0, rate=0.5)
-
-    def begun():
-        return make(compiled=True, clip=clip, run=tmp_path / "run")
-
-    first = begun()
-    x, y = torch.randn(SIZE, 6), torch.randint(3, (SIZE,))
-    first.step(LOSS, x, y, ids=range(SIZE))
-    first.save()
-    first.step(LOSS, x, y, ids=range(SIZE))
-    wanted, norm = [p.clone() for p in first.model.parameters()], first._parts.threshold.clip
-    first.step(LOSS, x, y, ids=range(SIZE))  # the digest of a sum is written with the next row
-    del first
-    again = begun()
-    assert again.resume() == 1
-    again.step(LOSS, x, y, ids=range(SIZE))
-    assert again.steps_released == 3
-    assert all(torch.equal(a, b) for a, b in zip(again.model.parameters(), wanted))
-    assert again._parts.threshold.clip == norm
-
-
-def test_a_moving_norm_is_read_when_somebody_asks_and_is_one_for_all_programs():
-    """Two losses (two programs), eager steps between them, and a state that is loaded."""
-    clip = QuantileClip(initial=0.1, units=SIZE, bit_noise=4.0, rate=0.5)
-    rule = MinSeparation(11, 1, 11)
-    one, other = (make(compiled=c, clip=clip, rule=rule) for c in (True, False))
-    graphs, second = one.compiled, nn.CrossEntropyLoss(label_smoothing=0.1)
-    g = torch.Generator().manual_seed(3)
-    x, y = torch.randn(SIZE, 6, generator=g), torch.randint(3, (SIZE,), generator=g)
-    ours, theirs = one._parts.threshold, other._parts.threshold
-    device, reads, saved = graphs._moving, [], []
-    plain = device.read
-    device.read = lambda: reads.append(1) or plain()
-    for _ in range(3):
-        for private in (one, other):
-            private.step(LOSS, x, y, ids=range(SIZE))
-    assert reads == []  # steady steps ask for nothing
-    for how in "22e12l1e":
-        one.compiled = None if how == "e" else graphs
-        if how == "l":  # the norms of two steps before
-            ours.load_state_dict(saved[-2][0])
-            theirs.load_state_dict(saved[-2][1])
-        for private in (one, other):
-            private.step(second if how == "2" else LOSS, x, y, ids=range(SIZE))
-        assert ours.on_device is (None if how == "e" else device)
-        saved.append((ours.state_dict(), theirs.state_dict()))
-        assert saved[-1][0] == pytest.approx(saved[-1][1])
-    assert reads
-    assert len(graphs._programs) == 2
-    assert one.fallbacks == []
-    for a, b in zip(one.model.parameters(), other.model.parameters()):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
 
 
 def test_what_kernels_sum_by_row_is_written_out_for_users():

@@ -80,7 +80,6 @@ def choose(
         fuse=fuse or wanted.endswith("fused"),
         show=program.show,
         users=program.users,
-        moving=program.moving,
     )
     for name in reversed(builders):
         if wanted and name != wanted:

@@ -143,9 +143,8 @@ class Flattened:
         if rows * behind > MOST_NUMBERS:
             raise Unsupported(f"a matrix of {rows} × {behind:,} is too large")
         # A lane of the kernel loses at most one rounding for every square that it adds up.
-        self._room = 1.0 - 2.0**-24 * ((max([self.columns, *inputs, *outputs]) - 1) // BLOCK)
-        self._aim = torch.empty(1, dtype=torch.float64, device=device)
-        self.aim_at(aim)
+        room = 1.0 - 2.0**-24 * ((max([self.columns, *inputs, *outputs]) - 1) // BLOCK)
+        self._aim = torch.full((1,), aim * room, dtype=torch.float64, device=device)
         self._zeros = torch.zeros(0, dtype=torch.float64, device=device)
         tiles = [
             (r, p, q)
@@ -156,14 +155,6 @@ class Flattened:
         self._programs = len(tiles)
         self._where = torch.tensor(self._table or [(0,) * 5], dtype=torch.int64, device=device)
         self._tiles = torch.tensor(tiles or [(0,) * 3], dtype=torch.int32, device=device)
-
-    def aim_at(self, norm: float) -> None:
-        """Clip to this norm from the next call (or replay) on."""
-        self._aim.fill_(norm * self._room)
-
-    def aim_by(self, norm: Tensor, *, room: float) -> None:
-        """Clip to `room` times a norm of the device, a float64, in the calls (or replays) after."""
-        torch.mul(norm, room * self._room, out=self._aim)
 
     def __call__(self, forms: Forms, losses: Tensor, keep: Tensor) -> Sums:
         """Clip every row and sum; the rows of a user are one."""

@@ -21,7 +21,6 @@ from torch import Tensor
 
 from noshuffle.clipping.products import repeatable
 from noshuffle.release import fingerprint
-from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys, Printer
 from noshuffle.release.guard import Mask
 from noshuffle.release.unit_ids import Ids
@@ -49,7 +48,6 @@ class Program(BatchBuffers):
         capacity: int,
         keys: Keys,
         captures: bool,
-        moving: DeviceThreshold | None = None,
         has_digest: bool = False,
     ) -> None:
         super().__init__(batch, capacity=capacity, device=keys.device)
@@ -57,7 +55,6 @@ class Program(BatchBuffers):
         #: Whether each sum begins with the fingerprints of what is staged.
         self.has_digest = has_digest
         self.users: StagedUsers | None = None
-        self.moving = moving
         if parts.groups_users:
             is_mean = parts.reduce == "mean"
             self.users = StagedUsers(capacity=capacity, device=keys.device, is_mean=is_mean)
@@ -126,9 +123,6 @@ class Program(BatchBuffers):
             report = sums.report
             if report is None:
                 report = torch.stack([t.float() for t in (sums.losses, sums.norms, sums.bad)])
-            if self.moving is not None:
-                present = self.keep if self.users is None else self.users.present()
-                self.moving.count_(report[1], present)
             self._report.copy_(report, non_blocking=True)
             self._summed.raise_()
             self.sums = sums
@@ -141,9 +135,12 @@ class Program(BatchBuffers):
 
     def end_with(self, update: Update) -> None:
         """Ready what becomes of the sum, which must be ready."""
-        more: dict[str, Any] = {"captures": self.captures, "moving": self.moving}
         self.ending = CapturedRelease(
-            self.parts, lambda: self.values, keys=self._keys, pool=self._pool, **more
+            self.parts,
+            lambda: self.values,
+            keys=self._keys,
+            captures=self.captures,
+            pool=self._pool,
         )
         self.forget()  # its place is given out as the private gradient from here on
         self.ending.capture(update)
@@ -175,14 +172,12 @@ class Program(BatchBuffers):
         return fingerprint.of_batch(batch, None, secret=secret, digests=digests, flat=flat)
 
     def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
-        """Say whose the rows are, where users are clipped, and to what norm, where it moves."""
+        """Say whose the rows are, where users are clipped."""
         self.units = slice(size) if keep is None else np.flatnonzero(keep)
         if self.users is not None:
             assert ids is not None
             self.users.stage(ids, keep)
             self.units = slice(self.users.count)
-        if self.moving is not None:
-            self.moving.stage()
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""

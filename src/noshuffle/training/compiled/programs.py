@@ -20,12 +20,9 @@ from torch.nn import Module
 from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
-from noshuffle.clipping.by_steps import BySteps
 from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
-from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import Keys
-from noshuffle.release.threshold import AdaptiveThreshold, CountedThreshold, ScheduledThreshold
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step_parts import Parts
@@ -44,12 +41,8 @@ def why_not(parts: Parts, *, wanted: bool | str) -> str:
         return "compile=False"
     if device.type != "cuda":
         return f"graphs need a CUDA device, the parameters are on {device.type}"
-    if isinstance(parts.threshold, ScheduledThreshold) or isinstance(
-        parts.release.divisor, BySteps
-    ):
-        return "clip norm or batch size change by a schedule"
-    if isinstance(parts.threshold, CountedThreshold):
-        return "the norms of every step are counted in a histogram"
+    if parts.threshold.is_adaptive:
+        return "the clip norm follows a quantile, which the host moves behind every step"
     if any(p.dtype == torch.float64 for p in parts.parameters.values()):
         return "the compiled step is written for float32, the parameters are float64"
     if not isinstance(parts.engine, Ghost | PerExample):
@@ -93,13 +86,6 @@ class Programs:
         self.fallbacks: list[str] = []
         self.device = parts.device
         self._keys = Keys(parts.secret, device=self.device)
-        #: A clip norm that moves is one for all programs.
-        self._moving: DeviceThreshold | None = None
-        if parts.threshold.is_adaptive:
-            assert isinstance(parts.threshold, AdaptiveThreshold)
-            self._moving = DeviceThreshold(
-                parts.threshold, divisor=parts.planned_batch, device=self.device
-            )
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
         self._stores: list[dict[str, Any]] = []
@@ -211,7 +197,6 @@ class Programs:
                     capacity=self.capacity,
                     keys=self._keys,
                     captures=self.captures,
-                    moving=self._moving,
                     has_digest=has_digest,
                 )
                 # Trials take rows of these buffers: zeros cannot be taken to extremes.

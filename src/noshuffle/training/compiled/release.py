@@ -17,7 +17,6 @@ from torch import Tensor, nn
 
 from noshuffle.errors import Unsupported
 from noshuffle.release import tags
-from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.training.compiled.graphs import Captured
 from noshuffle.training.compiled.update import FrozenSetting, Update
@@ -56,11 +55,10 @@ class CapturedRelease:
         *,
         keys: Keys,
         captures: bool,
-        moving: DeviceThreshold | None = None,
         pool: Any = None,
     ) -> None:
         self.parts, self.captures = parts, captures
-        self._values_fn, self._moving, self._pool = values_fn, moving, pool
+        self._values_fn, self._pool = values_fn, pool
         self._grads: dict[nn.Parameter, Tensor] = {}
         self.update: Update | None = None
         self._frozen: list[FrozenSetting] = []
@@ -81,8 +79,7 @@ class CapturedRelease:
     def _printed(self) -> list[Tensor]:
         """What the digest covers."""
         sums = self._values_fn()
-        values = [sums[name] for name in sorted(sums)]
-        return values + (self._moving.printed if self._moving is not None else [])
+        return [sums[name] for name in sorted(sums)]
 
     def _captured(self, do: Callable[[], None]) -> Captured:
         return Captured(do, captures=self.captures, pool=self._pool)
@@ -93,8 +90,6 @@ class CapturedRelease:
         update.prepare()
         if self.captures:
             self.parts.noise.prepare(self._values_fn(), counts_itself=True)
-            if self._moving is not None:
-                self._moving.prepare()
         self._release = self._captured(self._do)
         self._frozen = update.frozen()
 
@@ -110,18 +105,13 @@ class CapturedRelease:
         assert self.update is not None
         if self._ring is not None:
             self._publish()
-        moving, values = self._moving, self._values_fn()
-        own = list(values.values())
-        if moving is not None:
-            torch._foreach_mul_(own, moving.before)
+        values = self._values_fn()
         self.parts.noise.add_(values)
-        torch._foreach_mul_(own, 1.0 / self.parts.planned_batch if moving is None else moving.after)
+        torch._foreach_mul_(list(values.values()), 1.0 / self.parts.planned_batch)
         self._grads = {p: _as_it_lies(values[n], p) for n, p in self.parts.parameters.items()}
         self._give()
         if self.update.is_captured:
             self.update.run(self._grads)
-        if moving is not None:
-            moving.move_()
 
     def _give(self) -> None:
         for parameter, grad in self._grads.items():
@@ -150,8 +140,6 @@ class CapturedRelease:
         """Noise, division, update. The ledger must hold the step."""
         assert self.update is not None
         self.update.before()
-        if self._moving is not None:
-            self._moving.announce(self.parts.release.step)
         if self.captures:
             self.parts.noise.announce(counts_itself=True)
         if self._ring is not None:

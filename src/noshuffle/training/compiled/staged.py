@@ -62,15 +62,11 @@ class StagedUsers:
         self.units[rows] = torch.from_numpy(np.cumsum(is_first) - 1)
         self._last = table.tobytes()
 
-    def present(self) -> Tensor:
-        """Which users have a row."""
-        starts = self._table[self.capacity :]
-        return starts[1:] > starts[:-1]
-
     def sums(self, matrix: Tensor, losses: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """[rows, columns] → [users, columns]; 0 or NaN per user by its losses; who has a row."""
         users, width = self.capacity, matrix.shape[1]
-        starts, present = self._table[self.capacity :], self.present()
+        starts = self._table[self.capacity :]
+        present = starts[1:] > starts[:-1]
         if matrix.is_cuda and kernels.HAS_TRITON:
             out, own = matrix.new_empty(users, width), losses.new_empty(users)
             launch: Any = kernels.user_sum

@@ -4,7 +4,7 @@
     device                        sum, its digest  ──────────────────────────►  noise, update
 
 The host writes the ledger while the device computes, and waits for nothing of the step itself; the
-order is that of `Step`. A clip norm that moves lies on the device, which moves it itself.
+order is that of `Step`.
 
 Two differences. The digest of a sum is read when the next one is under way: after a crash the last
 step is passed over, not repeated. And the sum of a batch without ids is begun while its fingerprint
@@ -147,7 +147,6 @@ class Compiled(Programs):
                 program.sum()
         else:
             program.sum()
-        self.parts.threshold.prepare(index)  # while the device is at work
 
     def close(self, ending: CapturedRelease, admission: Admission) -> bool:
         """Record the step, then noise, division and update of a sum that is under way.

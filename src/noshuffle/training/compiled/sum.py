@@ -39,7 +39,6 @@ from noshuffle.clipping.ghost_forms import ghost_forms
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import no_autocast, wide
-from noshuffle.release.device_threshold import DeviceThreshold
 from noshuffle.training.compiled.flat import Flattened, Forms, Sums, TotalFn
 from noshuffle.training.compiled.staged import StagedUsers
 
@@ -146,22 +145,20 @@ def clipped(
     clip: Clip,
     by_matrix: bool,
     users: StagedUsers | None = None,
-    moving: DeviceThreshold | None = None,
 ) -> TotalFn:
     """The clipped sum of such gradients, by operations of torch or by way of one matrix."""
     like = trainable(model)
-    flat, room = None, 1.0 - slack(*like.values())
+    flat = None
     if by_matrix:
         ((_, c),) = clip.groups(tuple(like))
         first, losses = forms(batch)
-        flat = Flattened(first, like, aim=c * room, rows=len(losses), users=users)
+        aim = c * (1.0 - slack(*like.values()))
+        flat = Flattened(first, like, aim=aim, rows=len(losses), users=users)
 
     def total(batch: tuple[Any, ...], keep: Tensor) -> Sums:
         found, losses = forms(batch)
         with torch.no_grad(), torch.autocast(losses.device.type, enabled=False):
             if flat is not None:
-                if moving is not None:
-                    flat.aim_by(moving.norm, room=room)
                 return flat(found, losses, keep)
             return short(found, like, losses, keep, clip=clip)
 
@@ -208,11 +205,10 @@ def candidates(
     fuse: bool,
     show: Callable[[Tensor], None] | None = None,
     users: StagedUsers | None = None,
-    moving: DeviceThreshold | None = None,
 ) -> dict[str, Callable[[], TotalFn]]:
     """Builders of the forms to try, by name, the best last.
 
-    Sums over users, and clip norms that move, are for the matrix alone.
+    Sums over users are for the matrix alone.
     """
     found: dict[str, Callable[[], TotalFn]] = {
         "engine": lambda: by_engine(engine, model, loss_fn, clip=clip)
@@ -229,9 +225,8 @@ def candidates(
     way = partial(clipped, forms, model, batch, clip=clip)
     found[name] = partial(way, by_matrix=False)
     if len(clip.groups(tuple(like))) == 1 and all(p.dtype != torch.float64 for p in like.values()):
-        more = {"users": users, "moving": moving}
-        found[f"{name} in a matrix"] = partial(way, by_matrix=True, **more)
-    if users is not None or moving is not None:
+        found[f"{name} in a matrix"] = partial(way, by_matrix=True, users=users)
+    if users is not None:
         return {name: build for name, build in found.items() if name.endswith("in a matrix")}
     if fuse:
         # The compiler would not keep a copy to the host where it was.
