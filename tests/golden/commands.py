@@ -31,7 +31,6 @@ DROPPED = {
     **dict.fromkeys(
         (
             "individual", "pure", "lives", "exposed", "baseline_accuracy", "settings",
-            "tolerance", "progressive_score_not_private", "progressive_score",
             "reserved_epsilon",
         ),
         "parts that go, and settings of which many go",
