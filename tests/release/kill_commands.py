@@ -24,7 +24,7 @@ from typing import Any
 from tests.kills import child
 
 TRAIN = "train --model linear --epochs 1 --batch-size 250 --mechanism tree --no-baseline --json"
-CELLS = "reproduce rates --quick --json --only noisy_max --only frank_wolfe_full"
+CELLS = "reproduce rates --quick --json --only noisy_max --only output_pert"
 
 
 def call(words: list[str]) -> str:
