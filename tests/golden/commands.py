@@ -31,7 +31,7 @@ DROPPED = {
     **dict.fromkeys(
         (
             "individual", "pure", "lives", "exposed", "baseline_accuracy", "settings",
-            "reserved_epsilon",
+            "progressive_score_not_private", "reserved_epsilon",
         ),
         "parts that go, and settings of which many go",
     ),

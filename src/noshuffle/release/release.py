@@ -270,12 +270,15 @@ class Release(RunState):
 
     def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
         """What is counted of the norms of a step, for its digest."""
+        if not self.threshold.is_adaptive:
+            return []
         counts = self.threshold.count(sums)
-        return [torch.tensor(counts, dtype=torch.float64, device=self._device)] if counts else []
+        return [torch.tensor(counts, dtype=torch.float64, device=self._device)]
 
     def learn(self, sums: list[ClippedSum], *, step: int) -> None:
         """Take in the noisy counts of a step: a moving clip norm follows them."""
-        self.threshold.learn(sums, step=step)
+        if self.threshold.is_adaptive:
+            self.threshold.learn(sums, step=step)
 
     def refusal(self, step: int) -> ReplayRefused:
         """Why a released step cannot be repeated."""
