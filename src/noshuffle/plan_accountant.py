@@ -95,10 +95,10 @@ def sampled_epsilon(plan: Any, steps: int) -> float:
     if plan.noise_multiplier == 0:
         return math.inf
     if isinstance(part, BallsInBins):
-        found: float = plan.positions(steps).epsilon(
+        epsilon: float = plan.positions(steps).epsilon(
             noise_multiplier=plan.noise_multiplier, delta=plan.delta
         )
-        return found
+        return epsilon
     if plan.accountant == "rdp":
         assert isinstance(part, Poisson | FixedSize | CyclicPoisson)
         sampling, noise = renyi_law(plan)
@@ -127,8 +127,8 @@ def curve_of(plan: Any, steps: int) -> Callable[[Array], Array]:
             [accounting.gaussian.delta(mu=mu, epsilon=float(e)) for e in epsilons]
         )
     if isinstance(part, BallsInBins):
-        found = plan.positions(steps)
-        return lambda epsilons: found.deltas(epsilons, noise_multiplier=z, near=plan.delta)
+        positions = plan.positions(steps)
+        return lambda epsilons: positions.deltas(epsilons, noise_multiplier=z, near=plan.delta)
     composed = sampled_release(plan, steps)
 
     def curve(epsilons: Array) -> Array:

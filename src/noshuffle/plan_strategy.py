@@ -50,8 +50,8 @@ def chosen(
     if isinstance(participation, BallsInBins):
         return _fitted(mechanism, participation.in_order, workload, max_buffers, options)
     if isinstance(participation, CyclicPoisson) and mechanism == "best":
-        given = {"workload": workload, "bands": participation.groups, **options}
-        return fit_strategy("banded", participation, **given).strategy
+        options = {"workload": workload, "bands": participation.groups, **options}
+        return fit_strategy("banded", participation, **options).strategy
     if participation.is_sampled and mechanism in ("best", "identity"):
         return identity()
     if tree_accounting and mechanism != "best":

@@ -322,16 +322,3 @@ def test_states_load_where_the_used_rows_have_their_keys(name: str) -> None:
         assert what
     with pytest.raises(InvalidInput, match="key"):
         stream_of(recipe, Source(key("else"))).load_state_dict(state)
-
-
-def test_a_state_of_version_0_1_loads() -> None:
-    """It names one key and no later ones."""
-    recipe = STRATEGIES["blt"].recipe(N)
-    stream = stream_of(recipe, Source(key("ring")))
-    run(stream, 3)
-    old = stream.state_dict()
-    del old["later"]
-    renewed = Source(key("ring")).rekeyed(3, key("second"))
-    stream_of(recipe, renewed).load_state_dict(old)
-    with pytest.raises(InvalidInput, match="other later keys"):
-        stream_of(recipe, Source(key("ring")).rekeyed(2, key("second"))).load_state_dict(old)

@@ -133,17 +133,17 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     return settings
 
 
-def categories_of(given: list[str]) -> dict[str, list[str]]:
+def categories_of(options: list[str]) -> dict[str, list[str]]:
     """The listed categories of every column that is named."""
-    found: dict[str, list[str]] = {}
-    for text in given:
+    categories: dict[str, list[str]] = {}
+    for text in options:
         name, _, listed = text.partition("=")
         if not listed:
             raise InvalidInput(
                 f"--categories must be COLUMN=a,b,c as in city=Rome,Oslo; got {text!r}"
             )
-        found[name] = list(dict.fromkeys(value.strip() for value in listed.split(",")))
-    return found
+        categories[name] = list(dict.fromkeys(value.strip() for value in listed.split(",")))
+    return categories
 
 
 def _pair(text: str, option: str) -> tuple[float, float]:

@@ -133,9 +133,9 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
                 "the number of rows divides every release, and is public; use neighbours="
                 "'zero-out' or 'replace-one'"
             )
-        own = frozenset[int]()
+        seen = frozenset[int]()
         if self.test_seed is None and self.epsilon != math.inf and self.budget is None:
-            own = warn_if_fitted_before(x)
+            seen = warn_if_fitted_before(x)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")
@@ -154,7 +154,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
             for _ in range(rule.lead):
                 stream.feed(x, np.zeros(len(x)))
         finally:
-            remember(own if stream.steps else frozenset())
+            remember(seen if stream.steps else frozenset())
         stream.close()
         self._state(stream, ids)
 
@@ -162,7 +162,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
         stream.release.settle_budget()
         self.plan_, self.n_rows_, self.n_steps_ = stream.phase.plan, stream.horizon, stream.steps
         is_found = is_private(self.bounds)
-        said = [
+        notes = [
             *((TEST_SEED,) if stream.is_test else ()),
             NO_IDS if ids is None else IDS,
             words_of_bounds(self, given=() if is_found else ("bounds",), is_found=is_found),
@@ -172,7 +172,7 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
         if stream.is_observed:
             stream.release.write_statement()
             stream.end_run()
-        self.privacy_ = statement_of(stream.phases, notes=tuple(said))
+        self.privacy_ = statement_of(stream.phases, notes=tuple(notes))
 
     def __sklearn_tags__(self) -> Any:
         tags = super().__sklearn_tags__()

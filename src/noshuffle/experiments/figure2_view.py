@@ -63,8 +63,8 @@ def computed(results: Results, head: str) -> list[dict[str, Any]]:
     """The lines of 2c, from as many trials as there are; none before the first."""
     start = f"{head}/computation/"
     trials = [int(key.removeprefix(start)) for key in results if key.startswith(start)]
-    found: list[dict[str, Any]] = results[f"{start}{max(trials)}"] if trials else []
-    return found
+    lines: list[dict[str, Any]] = results[f"{start}{max(trials)}"] if trials else []
+    return lines
 
 
 def at_epsilon(points: Sequence[dict[str, float]], epsilon: float) -> float | None:

@@ -54,11 +54,11 @@ def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
         how["workload"] = heavy_ball(BETA)
         if kind == "cyclic":
             rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how, kinds=(kind,))
-            best: Strategy = rows[0].plan.strategy
-            return best
-        own = fit_bins(BallsInBins(epochs, per_epoch), **how)
-        assert own is not None, "no study is so long"
-        return own
+            cyclic: Strategy = rows[0].plan.strategy
+            return cyclic
+        bins = fit_bins(BallsInBins(epochs, per_epoch), **how)
+        assert bins is not None, "no study is so long"
+        return bins
     kind, _, beta = name.partition("~")
     mechanism, options, is_heavy = MECHANISMS[kind]
     workload = heavy_ball(float(beta or BETA)) if is_heavy else None

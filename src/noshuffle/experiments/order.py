@@ -102,7 +102,7 @@ def _trained(
     x, y, x_test, y_test = (
         part.to(device) for part in (data.x_train, data.y_train, x_test, y_test)
     )
-    rows, found = arranged(order, data, rows), []
+    rows, accuracies = arranged(order, data, rows), []
     for plan, rate, seed in runs:
         private = one_run.train(
             lambda: models.build(settings["model"], data.shape, data.classes),
@@ -117,8 +117,8 @@ def _trained(
             learning_rates=cooldown(plan.steps),
             seed=seed,
         )
-        found.append(round(100 * one_run.accuracy(private.model, x_test, y_test), 3))
-    return found
+        accuracies.append(round(100 * one_run.accuracy(private.model, x_test, y_test), 3))
+    return accuracies
 
 
 def _names(settings: Mapping[str, Any], order: str) -> list[str]:

@@ -98,7 +98,7 @@ def train(
     is_fast = asked.device.startswith("cuda")
     if is_fast:
         torch.backends.cudnn.benchmark = True
-    told, form = [], ""
+    records, form = [], ""
     for epsilon, rate, trial in runs:
         plan = Plan(
             participation=Epochs(epochs, per_epoch), strategy=identity(), noise_multiplier=0.0
@@ -132,7 +132,7 @@ def train(
         last = one_run.accuracy(private.model, *rows.scored)
         with private.average.in_place():
             averaged = one_run.accuracy(private.model, *rows.scored)
-        told.append(
+        records.append(
             {
                 "epsilon": epsilon,
                 "learning_rate": rate,
@@ -151,7 +151,7 @@ def train(
             gc.collect()  # a captured graph refers to itself, and its memory is large
             torch.cuda.empty_cache()
     return {
-        "runs": told,
+        "runs": records,
         "title": task.title,
         "data": rows.name,
         "features": rows.features,

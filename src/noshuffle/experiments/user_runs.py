@@ -93,13 +93,13 @@ def _clipped_sums(
     run = np.repeat(np.arange(len(servers)), [len(places) for places in cohorts])
     for part in np.split(np.arange(len(run)), range(at_once, len(run), at_once)):
         before = theta[torch.from_numpy(run[part]).to(theta.device)]
-        own = torch.from_numpy(which[part])
+        place = torch.from_numpy(which[part])
         start = _named(before, shapes)
         now = dict(start)
-        for x, y, w in _steps(task, rows[own], weights[own], device=theta.device):
-            found, is_step = gradient(now, x, y, w), w.sum(1) > 0
+        for x, y, w in _steps(task, rows[place], weights[place], device=theta.device):
+            gradients, is_step = gradient(now, x, y, w), w.sum(1) > 0
             for name, value in now.items():
-                pull = found[name] + local.proximal * (value - start[name])
+                pull = gradients[name] + local.proximal * (value - start[name])
                 moves = is_step.reshape(-1, *[1] * (value.dim() - 1))
                 now[name] = value - local.learning_rate * pull.where(moves, 0.0)
         delta = _flat(now, rows=1) - before

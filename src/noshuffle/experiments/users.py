@@ -166,5 +166,5 @@ def train_users(
         learning_rates=cooldown(settings["rounds"]),
         at_once=settings["at_once"],
     )
-    found = [evaluate(make(), server.parameters(), task) for server in servers]
-    return [(round(100 * accuracy, 3), loss) for loss, accuracy in found]
+    scores = [evaluate(make(), server.parameters(), task) for server in servers]
+    return [(round(100 * accuracy, 3), loss) for loss, accuracy in scores]

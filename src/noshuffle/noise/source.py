@@ -276,10 +276,10 @@ def _keyed_hash(data: bytes, key: bytes, person: bytes, size: int) -> bytes:
 def check_ring(state: Mapping[str, Any], ring: Sequence[tuple[int, str]], *, used: int) -> None:
     """Refuse a saved state of which this ring would draw one of the `used` first rows otherwise.
 
-    The state lists (first row, public name) of its keys but the first under `later`; states of
-    version 0.1 have none. Keys from row `used` on have drawn nothing of it, and may be others.
+    The state lists (first row, public name) of its keys but the first under `later`. Keys from row
+    `used` on have drawn nothing of it, and may be others.
     """
-    saved = [(int(first), name) for first, name in state.get("later", ())]
+    saved = [(int(first), name) for first, name in state["later"]]
     if [k for k in saved if k[0] < used] != [k for k in ring[1:] if k[0] < used]:
         raise InvalidInput(
             f"the saved noise state has drawn {used} rows under other later keys than this run has "
