@@ -18,10 +18,10 @@ TORCH = {"oldest": "torch==2.6.*", "newest": "torch"}
 FIRST = {"3.14": "torch==2.9.*"}
 #: The core: plans, noise, clipping, evidence, training. A few minutes of one core for each cell.
 CORE = (
-    "tests/test_plan.py",
+    "tests/plan/test_plan.py",
     *(f"tests/noise/test_{name}.py" for name in ("source", "stream", "grid")),
     *(f"tests/clipping/test_{name}.py" for name in ("engines", "factors", "edges")),
-    *(f"tests/release/test_{name}.py" for name in ("ledger", "verify", "threshold")),
+    *(f"tests/release/test_{name}.py" for name in ("log", "release", "verify", "threshold")),
     *(f"tests/training/test_{name}.py" for name in ("private", "loop", "unchanged_loop")),
 )
 

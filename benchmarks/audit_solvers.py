@@ -34,17 +34,17 @@ _SHARES = {
 @contextmanager
 def halved_noise() -> Iterator[None]:
     """Half of the noise, normal or other, with statements as they were."""
-    door, old = Problem.door, {name: getattr(KeyedDraws, name) for name in _SHARES}
+    releases, old = Problem.releases, {name: getattr(KeyedDraws, name) for name in _SHARES}
 
     def less(law: Any, share: float) -> Any:
         return lambda self, *settings: share * law(self, *settings)
 
     def narrow(self: Problem, plan: Any, *, scale: float, **more: Any) -> Any:
-        return door(self, plan, scale=scale / 2, **more)
+        return releases(self, plan, scale=scale / 2, **more)
 
     changed: dict[str, Any] = {name: less(old[name], share) for name, share in _SHARES.items()}
     with (
-        mock.patch.object(Problem, "door", narrow),
+        mock.patch.object(Problem, "releases", narrow),
         mock.patch.multiple(KeyedDraws, **changed),
     ):
         yield

@@ -166,6 +166,6 @@ def tell_release(
         return
     rest, least = whole.ms - clipping.ms, 1e3 * count * each / speed
     print(
-        f"after the sum (fingerprint, ledger, noise, division, update): {rest:.2f} ms; a copy "
+        f"after the sum (noise, division, update): {rest:.2f} ms; a copy "
         f"moves the same {each} bytes a parameter in {least:.2f} ms ({least / rest:.2f} of it)"
     )

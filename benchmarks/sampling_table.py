@@ -12,8 +12,7 @@ import argparse
 import time
 
 from noshuffle.participation import Epochs
-from noshuffle.plan import Plan
-from noshuffle.sampled_fit import KINDS, alternatives
+from noshuffle.plan.comparison import KINDS, compare_sampling
 from noshuffle.strategies.fit import best
 
 
@@ -33,10 +32,10 @@ def main() -> None:
         print(f"unsampled: {found.objective:.3f} at sensitivity 1")
         for epsilon in asked.epsilons:
             started = time.perf_counter()
-            rows = alternatives(
-                Plan.fit, order, epsilon=epsilon, delta=asked.delta, unsampled=unsampled
+            rows = compare_sampling(
+                order, kinds=KINDS, epsilon=epsilon, delta=asked.delta, unsampled=unsampled
             )
-            felt = {row.kind: row.rms for row in rows}
+            felt = {row.sampling: row.rms for row in rows}
             cells = " ".join(f"{felt[kind]:10.2f}" if kind in felt else " " * 10 for kind in KINDS)
             seconds = time.perf_counter() - started
             print(f"{epsilon:8g} {cells}  {rows[0].words} ({seconds:.0f} s)", flush=True)

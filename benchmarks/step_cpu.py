@@ -3,9 +3,9 @@
     python benchmarks/step_cpu.py [cnn mlp tlm lstm tlm-flat lstm-flat] [--rounds 11] [--threads 2]
                                   [--own] [--memory] [--phases]
 
-A private step here is everything `private.step` does: fingerprint of the batch, participation
-guard, clipped sum, ledger row, noise of the library's own source, division, SGD update. Opacus runs
-its default mode (hooks) and its ghost mode, fastDP its book-keeping, with noise, without sampling.
+A private step here is everything `private.step` does: participation guard, row of the log, clipped
+sum, noise of the library's own source, division, SGD update. Opacus runs its default mode (hooks)
+and its ghost mode, fastDP its book-keeping, with noise, without sampling.
 Every round runs each method once; the table shows medians and the median ratio to plain SGD, of
 wall time and of processor time. The language models come twice: with
 `cross_entropy(scores.transpose(1, 2), y)`, which torch computes slowly and a private step in the
@@ -117,20 +117,17 @@ def phase_functions() -> list[tuple[object, str, str]]:
     from noshuffle.clipping import ghost_forms, rowwise, rules_conv
     from noshuffle.clipping import units as members
     from noshuffle.noise import NoiseStream
-    from noshuffle.release import fingerprint, ledger, tags
+    from noshuffle.release.release import Release
     from noshuffle.training import step as training_step
 
     return [
-        (fingerprint, "of_batch", "batch print"),
-        (ledger.Ledger, "admit", "admit"),
+        (Release, "admit", "admit, row"),
         (ghost_forms, "batch_losses", "forward"),
         (torch.autograd, "grad", "backward, norms"),
         (rules_conv.Convolution, "squares", "norms of convolutions"),
         (rowwise.Rowwise, "take_squares", "norms of rows"),
         (members, "clip_factors", "factors"),
         (rowwise.Rowwise, "totals", "weighted sums"),
-        (tags, "of_group", "digests"),
-        (ledger.Ledger, "record", "record"),
         (NoiseStream, "add_", "noise, divide"),
         (torch.optim.SGD, "step", "optimizer"),
         (training_step.Step, "_outcome", "outcome"),

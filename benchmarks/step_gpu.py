@@ -6,8 +6,8 @@
     python benchmarks/step_gpu.py --profile          where the time of a compiled step goes
 
 The model is the 26,010-parameter CNN of `training.models`, batch 250, in single precision with
-torch's defaults. A step of ours is everything that `private.step` does: guard, fingerprints,
-clipped sum, ledger row (in memory, or in a run folder), noise, division, update. Every round runs
+torch's defaults. A step of ours is everything that `private.step` does: guard, row of the
+log (in memory, or in a run folder), clipped sum, noise, division, update. Every round runs
 each method for some steps (`step_methods`, `step_peers`), one method after the other; the table
 shows medians over the rounds. Peers that do not import are named with the reason. MNIST is looked
 up in $NOSHUFFLE_DATA.
@@ -175,7 +175,7 @@ def mnist_run(compile: bool | str, mechanism: str, folder: str | None) -> None:
         right = float((scores.argmax(1) == data.y_test.to(DEVICE)).float().mean())
     print(
         f"MNIST, {plan.steps} steps, {plan.strategy.words()}, compile={compile}, "
-        f"{'ledger in memory' if folder is None else 'run folder'}: {total:.2f} s "
+        f"{'in memory' if folder is None else 'run folder'}: {total:.2f} s "
         f"(privatize, capture and first step {first:.2f} s; then "
         f"{(total - first) / (plan.steps - 1) * 1e3:.3f} ms a step), "
         f"test accuracy {100 * right:.2f} % at ε = {private.epsilon:.2f}"

@@ -126,7 +126,7 @@ def ours(
     private = privatize(model, optimizes(model), plan, **settings)
 
     def step(i: int) -> None:
-        batch = batches[private.steps_done % len(batches)]
+        batch = batches[private.steps_released % len(batches)]
         ids = batch.ids if has_ids else None
         if reads_loss:
             private.step(LOSS, *batch.data, ids=ids)

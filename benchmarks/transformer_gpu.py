@@ -9,8 +9,8 @@ bytes in a step.
 
     plain           forward, backward, optimizer
     clipped sum     of which the private step is made
-    private step    all of it: fingerprint of the batch, guard, clipped sum, ledger row, BLT noise
-                    with four buffers (16 bytes a parameter; `--buffers 2`: what fits default to),
+    private step    all of it: guard, row of the log, clipped sum, BLT noise with four buffers
+                    (16 bytes a parameter; `--buffers 2`: what fits default to),
                     division, optimizer
     Opacus          its ghost mode with its own independent noise, no sampling
     fastDP          book-keeping (`step_peers`), the same; tied embeddings are refused

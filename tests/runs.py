@@ -1,9 +1,8 @@
-"""What tests compare of private runs: weights, named tensors, the state a replay starts from."""
+"""What tests compare of private runs: weights, named tensors."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -25,9 +24,3 @@ def agree(a: nn.Module, b: nn.Module) -> None:
     """Raise where two models are apart by more than rounding."""
     for p, q in zip(a.parameters(), b.parameters()):
         torch.testing.assert_close(p, q, rtol=1e-5, atol=1e-6)
-
-
-def kept(private: Private) -> dict[str, Any]:
-    """The state, with weights that the next step does not move."""
-    state = private.state_dict()
-    return {**state, "model": {k: v.clone() for k, v in state["model"].items()}}

@@ -15,7 +15,6 @@ from torch import nn
 from noshuffle import MinSeparation, ModelLoss, Plan, SinglePass, privatize, verify
 from noshuffle.accounting import calibrate, composition, fourier, mechanisms, renyi
 from noshuffle.clipping import validate
-from noshuffle.comparison import compare
 from noshuffle.convex import PrivateLinearRegression, PrivateLogisticRegression
 from noshuffle.errors import (
     InvalidInput,
@@ -47,6 +46,7 @@ from noshuffle.federated.tasks import load_task
 from noshuffle.federated.timer import Timer
 from noshuffle.optim import FTRL, box
 from noshuffle.participation import from_dict
+from noshuffle.plan import compare
 from noshuffle.strategies import (
     banded,
     blt,
@@ -163,14 +163,9 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: calibrate.largest_whole(lambda n: None, 1.0),
         "what fn returns must be a number, got NoneType",
     ),
-    "batch": (
-        lambda: calibrate.batch(
-            epsilon=1.0,
-            delta=1e-5,
-            noise_multiplier=1.0,
-            steps=2,
-            population=9,
-            squared_sensitivity=-1,
+    "squared sensitivity": (
+        lambda: calibrate.steps(
+            epsilon=1.0, delta=1e-5, noise_multiplier=1.0, squared_sensitivity=-1
         ),
         "squared_sensitivity must be",
     ),
@@ -205,7 +200,6 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     ),
     "server, sum": (lambda: server().step(3, cohort=["ada"]), "the sum must be a mapping or"),
     "server, a sum": (lambda: server().step({"w": 3}, cohort=["ada"]), "'w' of the sum must be"),
-    "server, state": (lambda: server().load_state_dict(None), "state must be a mapping"),
     "rounds": (lambda: Rounds(None), "server must be noshuffle's ServerOptimizer"),
     "check-ins": (lambda: Rounds(server()).begin({"ada": 1}), "users must be a list of ids"),
     "statement_for": (lambda: statement_for(None, "ada"), "server must be"),

@@ -31,6 +31,7 @@ ALONE = (
     "docs/guides/horizons.md",
     "docs/guides/mechanism.md",
     "docs/guides/migrating.md",
+    "docs/guides/order.md",
 )
 #: One for each kind of user; `make tutorial-NAME` runs one of them.
 TUTORIALS = ("mnist", "lora", "stream", "flower", "officer", "mechanism")

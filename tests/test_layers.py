@@ -25,17 +25,7 @@ LAYERS = {
     "participation": 0,
     "strategies": 1,
     "accounting": 1,
-    "statement": 2,
     "plan": 2,
-    "comparison": 2,
-    "sampled_fit": 2,
-    "bins_fit": 2,
-    "plan_accountant": 2,
-    "plan_fit": 2,
-    "plan_prefix": 2,
-    "plan_record": 2,
-    "plan_statement": 2,
-    "plan_strategy": 2,
     "theory": 2,
     "noise": 3,
     "clipping": 3,
@@ -56,22 +46,7 @@ LAYERS = {
     "__main__": 10,
 }
 #: Parts of one layer that belong together; all others of a layer never import each other.
-TOGETHER = (
-    {"errors", "participation", "one_owner", "triton_shim"},
-    {
-        "statement",
-        "plan",
-        "comparison",
-        "sampled_fit",
-        "bins_fit",
-        "plan_accountant",
-        "plan_fit",
-        "plan_prefix",
-        "plan_record",
-        "plan_statement",
-        "plan_strategy",
-    },
-)
+TOGETHER = ({"errors", "participation", "one_owner", "triton_shim"},)
 WITHOUT_TORCH = {
     "lazy_names",
     "rounding",
@@ -80,14 +55,7 @@ WITHOUT_TORCH = {
     "participation",
     "strategies",
     "accounting",
-    "statement",
     "plan",
-    "plan_accountant",
-    "plan_fit",
-    "plan_prefix",
-    "plan_record",
-    "plan_statement",
-    "plan_strategy",
     "theory",
 }
 
@@ -98,7 +66,7 @@ def part_of(module: str) -> str:
 
 
 #: What the checks below look at.
-Node = ast.Import | ast.ImportFrom | ast.ClassDef
+Node = ast.Import | ast.ImportFrom
 
 
 def nodes_of(text: str) -> list[Node]:
@@ -224,31 +192,6 @@ def test_the_check_for_circles_can_fail() -> None:
     assert (
         "noshuffle.noise.native" in read["noshuffle.noise.whole_step"]
     )  # from package import module
-
-
-#: Class names that may stand in several modules: name → why. There is none.
-SAME_NAME: dict[str, str] = {}
-
-
-def class_names(sources: Mapping[str, list[Node]]) -> dict[str, list[str]]:
-    """Every class name that is defined more than once, and in which modules."""
-    found: dict[str, list[str]] = {}
-    for module, found_there in sources.items():
-        for node in found_there:
-            if isinstance(node, ast.ClassDef):
-                found.setdefault(node.name, []).append(module)
-    return {name: modules for name, modules in found.items() if len(modules) > 1}
-
-
-def test_no_class_name_stands_twice() -> None:
-    twice = class_names({module_of(path): nodes(path) for path in FILES})
-    assert {name: where for name, where in twice.items() if name not in SAME_NAME} == {}
-
-
-def test_the_check_for_class_names_can_fail() -> None:
-    outer, inner = nodes_of("class A: ..."), nodes_of("def f():\n    class A: ...\n")
-    assert class_names({"a": outer, "b": inner}) == {"A": ["a", "b"]}
-    assert class_names({"a": outer, "b": nodes_of("class B(A): ...")}) == {}
 
 
 @pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(ROOT)))

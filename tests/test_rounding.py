@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 import noshuffle as ns
+from noshuffle.plan.statement import meaning
 from noshuffle.rounding import down, factor_up, up
-from noshuffle.statement import meaning
 
 ROOT = Path(__file__).parents[1] / "src" / "noshuffle"
 FEW_ULPS = 1e-15

@@ -33,10 +33,10 @@ if TYPE_CHECKING:
     from noshuffle.participation import Restarted as Restarted
     from noshuffle.participation import SinglePass as SinglePass
     from noshuffle.plan import Plan as Plan
-    from noshuffle.release.opening import load_model as load_model
+    from noshuffle.plan import PrivacyStatement as PrivacyStatement
+    from noshuffle.release.folder import load_model as load_model
     from noshuffle.release.private_sum import PrivateSum as PrivateSum
     from noshuffle.release.verify import verify as verify
-    from noshuffle.statement import PrivacyStatement as PrivacyStatement
     from noshuffle.training import Private as Private
     from noshuffle.training import privatize as privatize
 
@@ -50,13 +50,13 @@ _HOMES = {
     "NoshuffleError": "errors",
     "Plan": "plan",
     "Poisson": "participation",
-    "PrivacyStatement": "statement",
+    "PrivacyStatement": "plan",
     "Private": "training",
     "PrivateSum": "release.private_sum",
     "Restarted": "participation",
     "SinglePass": "participation",
     "fix": "clipping.fix",
-    "load_model": "release.opening",
+    "load_model": "release.folder",
     "privatize": "training",
     "tune": "budget",
     "verify": "release.verify",

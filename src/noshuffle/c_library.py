@@ -58,8 +58,6 @@ _SOURCES = Path(__file__).parent / "native"
 _SHIPPED = _SOURCES / "built"
 SHIPPED_FLAGS = {
     "noise.c": EXACT,
-    "ghash.c": EXACT,
-    "units.c": EXACT,
     "rows.c": EXACT,
     "convolution.c": ("-fno-math-errno",),
     "steps.c": ("-fno-math-errno",),

@@ -5,7 +5,7 @@
     ├── Unsupported             a sensible question to which no proved answer is built in
     ├── ParticipationViolation  a unit would take part more often, or sooner, than planned
     ├── HorizonExceeded         a step beyond the number of steps that was planned
-    ├── ReplayRefused           a released step was to be repeated with other data
+    ├── ReuseRefused            noise was to be used a second time, or a run by two at once
     ├── BudgetExceeded          a run would cost more than is left for its data
     ├── VerificationFailed      a run folder does not support its own statement
     └── DataUnavailable         a data set is neither here nor to be had
@@ -61,8 +61,8 @@ class HorizonExceeded(NoshuffleError):
     """A step beyond the number of steps that was planned."""
 
 
-class ReplayRefused(NoshuffleError):
-    """A released step was to be repeated with other data under the same noise."""
+class ReuseRefused(NoshuffleError):
+    """The noise of a step was to be used a second time, or a run by two processes at once."""
 
 
 class BudgetExceeded(NoshuffleError):

@@ -4,7 +4,7 @@
 
 >>> find, names = lazily("noshuffle", {"Plan": "plan", "rounding": ""})
 >>> find("Plan").__module__, find("rounding").__name__, "Plan" in names()
-('noshuffle.plan', 'noshuffle.rounding', True)
+('noshuffle.plan.plan', 'noshuffle.rounding', True)
 """
 
 from __future__ import annotations

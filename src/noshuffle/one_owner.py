@@ -3,7 +3,7 @@
     noise of step t = function of (key, t)
 
 Two objects that stand at the same step under the same key would put the same noise on different
-data, and the difference of what they release would be free of noise. A ledger in memory is copied
+data, and the difference of what they release would be free of noise. A log in memory is copied
 along and knows nothing of its twin. So the three ways by which an object becomes two are closed:
 `copy`, `pickle` and `os.fork`. A forked process may hold such an object (workers of a DataLoader
 do), but not use it. Threads may share one: methods that are `in_turn` wait for each other.
@@ -26,7 +26,7 @@ from collections.abc import Callable
 from functools import wraps
 from typing import Any, NoReturn, Self, SupportsIndex, TypeVar
 
-from noshuffle.errors import ReplayRefused, Unsupported
+from noshuffle.errors import ReuseRefused, Unsupported
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
@@ -65,7 +65,7 @@ class OneOwner:
     def check_owner(self) -> None:
         """Raise in a process that inherited the object by a fork."""
         if os.getpid() != self._owner:
-            raise ReplayRefused(
+            raise ReuseRefused(
                 f"this process is a fork of the one that made the {type(self).__name__}, and both "
                 "would use the same noise; build it in the process that trains"
             )

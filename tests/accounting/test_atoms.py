@@ -8,7 +8,6 @@ from functools import partial
 
 import numpy as np
 import pytest
-from scipy.special import log_ndtr
 
 from noshuffle.accounting import (
     atoms,
@@ -161,18 +160,6 @@ def test_losses_that_end_below_an_empty_part_of_the_grid() -> None:
     true = np.maximum(there - math.exp(found) * (there + away) / 2, 0).sum() / there.sum()
     assert true <= 1e-6
     assert found <= math.log(2) + 1e-3  # which no δ needs more than, but for the grid
-
-
-def test_delta_at_small_rates() -> None:
-    """One unit in 300,000, once: the far tail of one step decides."""
-    composed = compose([(0.646, 3e-6, 2000)])
-    upper, lower = (composed.delta(epsilon=0.5, bound=b) for b in fourier.BOUNDS)
-    assert 0 < lower < upper < 1.01 * lower
-    q, z = 3e-6, 0.646
-    x = z * z * math.log1p(math.expm1(0.5) / q) + 0.5  # where the loss of one step is 0.5
-    seen, unseen = (math.exp(log_ndtr((mean - x) / z)) for mean in (1.0, 0.0))
-    one = q * seen - (math.expm1(0.5) + q) * unseen
-    assert upper == pytest.approx(2000 * one, rel=0.02)
 
 
 def test_what_is_missing_of_one_is_charged() -> None:

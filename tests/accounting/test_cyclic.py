@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-from typing import Any
 
 import numpy as np
 import pytest
@@ -11,7 +10,6 @@ import pytest
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import CyclicPoisson, Epochs
 from noshuffle.plan import Plan
-from noshuffle.sampled_fit import alternatives
 from noshuffle.strategies import banded, error, identity
 from noshuffle.strategies.sensitivity import sensitivity
 
@@ -67,34 +65,3 @@ def test_between_plain_sampling_and_none() -> None:
     whole = unsampled.noise_multiplier * error(unsampled.strategy, 128).rms
     assert figures[4] < min(figures[1], figures[32])
     assert figures[32] == pytest.approx(whole, rel=0.05), "rate 1 is no sampling"
-
-
-def test_the_best_kind_of_sampling_is_taken() -> None:
-    rows = alternatives(Plan.fit, Epochs(3, 16), epsilon=1.0, delta=1e-5, unsampled="banded")
-    assert {row.kind for row in rows} == {"none", "poisson", "cyclic", "bins"}
-    felt = {row.kind: row.rms for row in rows}
-    assert felt["cyclic"] <= felt["poisson"] * (1 + 1e-6), "one group is Poisson sampling"
-    assert felt["bins"] <= felt["none"] * (1 + 1e-4), "secret positions cost nothing"
-    assert rows[0].rms == min(felt.values())
-    assert all(0.99 < row.plan.epsilon() <= 1.0 for row in rows)
-    plan = Plan.fit(Epochs(3, 16), mechanism="best", sampling="cyclic", epsilon=1.0)
-    assert plan == next(row.plan for row in rows if row.kind == "cyclic")
-    common = {"mechanism": "best", "epsilon": 1.0, "sampling": "any"}
-    for wrong in ({"mechanism": "tree"}, {"epsilon": None, "noise_multiplier": 1.0}):
-        with pytest.raises(InvalidInput):
-            Plan.fit(Epochs(3, 16), **{**common, **wrong})
-
-
-def test_what_was_asked_for_holds_under_every_sampling() -> None:
-    """Neighbours and buffers were dropped on the way: replace-one gave a plan for add-remove."""
-    common: dict[str, Any] = {"mechanism": "best", "epsilon": 1.0, "sampling": "any"}
-    swapped = Plan.fit(Epochs(2, 4), neighbours="replace-one", **{**common, "sampling": "cyclic"})
-    assert swapped.neighbours == "replace-one"
-    assert 0.99 < swapped.epsilon() <= 1.0
-    with pytest.raises(Unsupported, match="not replace-one"):
-        Plan.fit(Epochs(2, 8), neighbours="replace-one", **{**common, "sampling": "bins"})
-    kept = {**common, "epsilon": 4.0, "max_buffers": 1}
-    assert Plan.fit(Epochs(2, 4), **kept).strategy.buffers(8) <= 1, "unlimited: 3"
-    for more in ({"accountant": "rdp"}, {"bands": 3}, {"tree_accounting": "nodes"}):
-        with pytest.raises(InvalidInput, match=f"leave out {next(iter(more))}="):
-            Plan.fit(Epochs(2, 8), **common, **more)

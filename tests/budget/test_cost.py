@@ -12,10 +12,19 @@ import pytest
 from noshuffle import FixedSize, Plan, Poisson, SinglePass
 from noshuffle.accounting import fourier, gaussian, gdp, renyi
 from noshuffle.budget.cost import Cost, cost_of, total
-from noshuffle.convex.solvers.base import guarantee
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.plan import PrivacyStatement
 
 DELTA = 1e-5
+
+
+def proved(*, epsilon: float, delta: float = 0.0, rho: float | None = None) -> PrivacyStatement:
+    """The statement of a proof of (ε, δ) that is none of μ."""
+    plan = Plan.fit(SinglePass(4), mechanism="tree", epsilon=1.0, delta=DELTA)
+    kind = "exact" if rho is None else "rdp"
+    return replace(
+        plan.statement(), epsilon=epsilon, delta=delta, mu=None, rho=rho, accountant=kind
+    )
 
 
 def mixed_delta(mu: float, pure: list[float], epsilon: float) -> float:
@@ -36,7 +45,7 @@ def mixed_delta(mu: float, pure: list[float], epsilon: float) -> float:
 @pytest.mark.parametrize("pure", [[1.0], [0.1] * 6, [0.3, 2.0, 0.05]])
 @pytest.mark.parametrize("mu", [0.2, 1.0])
 def test_pure_and_gaussian_runs_together(mu: float, pure: list[float]) -> None:
-    statements = [guarantee(epsilon=one, noise=1.0, sensitivity=1.0, mechanism="m") for one in pure]
+    statements = [proved(epsilon=one) for one in pure]
     costs = [cost_of(said, delta=DELTA) for said in statements]
     aside = [cost_of(said, delta=DELTA, aside=9.0) for said in statements]
     for each in (costs, aside):
@@ -89,15 +98,15 @@ def test_renyi_bounds_have_a_cost_above_theirs() -> None:
     less = cost_of(tight.statement(), delta=DELTA, plan=tight, steps=50)
     assert tight.epsilon() <= less.epsilon(DELTA) < cost.epsilon(DELTA)
     assert plan.epsilon() <= cost.epsilon(DELTA) <= 1.3 * plan.epsilon()
-    said = guarantee(rho=0.05, delta=DELTA, noise=1.0, sensitivity=1.0, mechanism="m")
+    epsilon = renyi.epsilon_from_rho(rho=0.05, delta=DELTA, real_orders=True)
+    said = proved(epsilon=epsilon, delta=DELTA, rho=0.05)
     mu = math.sqrt(2 * 0.05)
     assert mu < cost_of(said, delta=DELTA).mu < 1.5 * mu
-    epsilon = renyi.epsilon_from_rho(rho=0.05, delta=DELTA, real_orders=True)
     assert epsilon <= cost_of(said, delta=DELTA).epsilon(DELTA) * (1 + 1e-6)
 
 
 def test_other_kinds() -> None:
-    said = guarantee(epsilon=0.5, delta=1e-6, noise=1.0, sensitivity=1.0, mechanism="m")
+    said = proved(epsilon=0.5, delta=1e-6)
     assert cost_of(said, delta=DELTA) == Cost(gdp.of_pure(0.5), 1e-6)
     bare = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=0.0, delta=DELTA)
     assert cost_of(bare.statement(), delta=DELTA).mu == math.inf
@@ -116,7 +125,7 @@ def test_other_kinds() -> None:
 
 
 def test_a_budget_without_delta_adds_pure_epsilons() -> None:
-    said = guarantee(epsilon=0.25, noise=1.0, sensitivity=1.0, mechanism="m")
+    said = proved(epsilon=0.25)
     assert total([cost_of(said, delta=0.0, aside=1.0)] * 3).epsilon(0.0) == 0.75
 
 

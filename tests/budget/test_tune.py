@@ -6,10 +6,9 @@ import contextlib
 import math
 import os
 import pickle
-import random
-import sqlite3
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from functools import cache
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -18,21 +17,22 @@ import numpy as np
 import pytest
 
 from noshuffle import Budget, Plan, Poisson, PrivateSum, SinglePass, tune
-from noshuffle.accounting import gaussian, renyi
-from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
-from noshuffle.budget import Trial
-from noshuffle.budget import trial as trials
-from noshuffle.budget.search import _noisy
-from noshuffle.errors import BudgetExceeded, InvalidInput, Unsupported
+from noshuffle.accounting import gaussian
+from noshuffle.budget import Cost, Trial
+from noshuffle.errors import BudgetExceeded, InvalidInput, NoshuffleError, Unsupported
 from noshuffle.noise import test_source as make_source
-from noshuffle.noise.laws import KeyedDraws
-from noshuffle.release.facts import OTHER_RUNS
+from noshuffle.release.spending import OTHER_RUNS
 
 DELTA = 1e-6
 
 
 def plan_for(trial: Trial) -> Plan:
-    return Plan.fit(SinglePass(2), mechanism="tree", epsilon=trial.epsilon, delta=trial.delta)
+    return _plan(trial.epsilon, trial.delta)
+
+
+@cache
+def _plan(epsilon: float, delta: float) -> Plan:
+    return Plan.fit(SinglePass(2), mechanism="tree", epsilon=epsilon, delta=delta)
 
 
 def run(setting: float, trial: Trial) -> tuple[Any, Any]:
@@ -40,51 +40,6 @@ def run(setting: float, trial: Trial) -> tuple[Any, Any]:
     sums = PrivateSum(plan_for(trial), clip=1.0, shape=(), budget=trial)
     sums.add([1.0], ids=[1])
     return sums.total, np.full(4000, setting)
-
-
-@pytest.mark.parametrize("eta", [math.inf, 1.0, 0.0, -0.5, 2.5])
-def test_repetitions_have_their_law(eta: float) -> None:
-    law, draws = Repetitions(8.0, eta), random.Random(5)
-    found = np.array([law.draw(draws.random) for _ in range(20_000)])
-    assert abs(found.mean() - 8.0) < 5 * found.std() / math.sqrt(len(found))
-    assert found.min() >= (0 if eta == math.inf else 1)
-    if eta == 1:  # geometric: P[K > k] = (1 − γ)^k
-        assert abs((found > 10).mean() - (7 / 8) ** 10) < 0.02
-
-
-def test_bounds_against_numbers_worked_out_apart() -> None:
-    """The theorems, term by term, for one α and β at a time: every choice of β is a bound."""
-    mu, mean, orders = 0.3, 20.0, np.array([2.0, 4.0, 16.0, 64.0])
-    one = orders * mu**2 / 2
-    geometric = Repetitions.named("geometric", mean=mean).divergences(orders, one)
-    for alpha, found in zip(orders, geometric):
-        each = [
-            alpha * mu**2 / 2
-            + 2 * (1 - 1 / beta) * beta * mu**2 / 2
-            + 2 * math.log(mean) / beta
-            + math.log(mean) / (alpha - 1)
-            for beta in orders
-        ]
-        assert found == pytest.approx(min(each), rel=1e-12)
-    exact = lambda hat: gaussian.delta(mu=mu, epsilon=hat)  # noqa: E731
-    poisson = Repetitions.named("poisson", mean=mean).divergences(orders, one, delta_fn=exact)
-    hat = math.log(1 + 1 / 3)
-    wanted = 4 * mu**2 / 2 + mean * exact(hat) + math.log(mean) / 3
-    assert poisson[1] == pytest.approx(wanted, rel=1e-12)
-    # a mean of one run is that run, up to the price of the proof
-    alone = Repetitions.named("geometric", mean=1.0).divergences(orders, one)
-    assert (alone >= one).all()
-
-
-@pytest.mark.parametrize("law", LAWS)
-def test_the_search_for_mu_ends_on_the_safe_side(law: str) -> None:
-    own = Repetitions.named(law, mean=20.0)
-    mu = largest_mu(own, epsilon=2.0, delta=DELTA)
-    assert of_gaussian(own, mu, delta=DELTA) <= 2.0
-    assert of_gaussian(own, mu * 1.001, delta=DELTA) > 2.0
-    # never cheaper than one run alone
-    assert gaussian.epsilon(mu=mu, delta=DELTA) < 2.0
-    assert renyi.epsilon_from_rho(rho=mu**2 / 2, delta=DELTA) < 2.0
 
 
 def test_a_search_of_twenty_settings_costs_what_its_bound_says(tmp_path: Path) -> None:
@@ -114,13 +69,6 @@ def test_the_best_setting_is_found() -> None:
     assert everything.setting == 0.9
     assert everything.statement.exact
     assert everything.statement.epsilon <= 2.0 * (1 + 1e-12)
-
-
-def test_a_search_that_is_refused_is_not_charged(tmp_path: Path) -> None:
-    budget = Budget(tmp_path / "b", epsilon=8.0, delta=0.5, pure=4.0)
-    with pytest.raises(InvalidInput, match="choose a smaller delta"):
-        tune(run, [1.0], epsilon=0.01, delta=0.4, repeats=2, budget=budget)
-    assert not budget.entries()
 
 
 def test_a_run_cannot_cost_more_than_its_share(tmp_path: Path) -> None:
@@ -183,15 +131,15 @@ def test_runs_in_other_processes_are_not_let_in() -> None:
 
 
 def test_threads_of_a_run_do_not_pass_its_share_together(monkeypatch: pytest.MonkeyPatch) -> None:
-    known, meet = trials.total, threading.Barrier(2)
+    known, meet = Cost.epsilon, threading.Barrier(2)
 
-    def slow(costs: Any) -> Any:
-        found = known(costs)
+    def slow(self: Cost, delta: float) -> float:
+        found = known(self, delta)
         with contextlib.suppress(threading.BrokenBarrierError):
             meet.wait(0.2)  # both have looked before one of them is written down
         return found
 
-    monkeypatch.setattr(trials, "total", slow)
+    monkeypatch.setattr(Cost, "epsilon", slow)
 
     def both(setting: float, trial: Trial) -> tuple[Any, Any]:
         with ThreadPoolExecutor(2) as pool:
@@ -205,43 +153,68 @@ def test_threads_of_a_run_do_not_pass_its_share_together(monkeypatch: pytest.Mon
 
 def test_scores_have_their_noise() -> None:
     """The deviation of a score is 1/μ; two thirds or three halves of it is not taken for it."""
-    draws = KeyedDraws(make_source(seed="scores"), name="scores")
-    found = [_noisy(np.full(100, 0.5), 0.2, draws) - 0.5 for _ in range(400)]
-    assert 0.85 < float(np.std(found)) * 100 * 0.2 < 1.15
-    assert _noisy(np.full(100, np.nan), 0.2, draws) < 0.5  # no score counts as the worst
+    share, rows = 0.2, 100
+
+    def scored(setting: float, trial: Trial) -> tuple[Any, Any]:
+        return run(setting, trial)[0], np.full(rows, setting)
+
+    def scores(setting: float) -> np.ndarray:
+        more = {"epsilon": 1.0, "delta": DELTA, "law": "all", "score_share": share}
+        return np.array([tune(scored, [setting], **more).score for _ in range(80)])
+
+    mu = gaussian.mu(epsilon=1.0, delta=DELTA) * math.sqrt(share)
+    assert 0.72 < float(np.std(scores(0.5))) * rows * mu < 1.4
+    assert float(np.mean(scores(math.nan))) < 0.05  # no score counts as the worst
 
 
-def test_a_delta_beside_which_epsilon_is_nothing_is_refused() -> None:
-    with pytest.raises(InvalidInput, match="smaller delta"):
-        tune(lambda setting, trial: (0.0, None), [1, 2], epsilon=0.05, delta=1e-2)
-    with pytest.raises(InvalidInput, match="at most 500"):
-        Repetitions(mean=800, eta=math.inf)
+@pytest.mark.parametrize(
+    ("asked", "match"),
+    [
+        ({"epsilon": 0.05, "delta": 1e-2}, "smaller delta"),
+        ({"epsilon": 8.0, "law": "poisson", "repeats": 800}, "at most 500"),
+        ({"epsilon": 8.0, "repeats": 1e300}, r"at most 1,000,000 runs on average, got 1e\+300"),
+        ({"epsilon": 8.0, "score_share": 1.0}, "score_share"),
+    ],
+)
+def test_a_search_that_is_refused_is_not_charged(
+    tmp_path: Path, asked: dict[str, Any], match: str
+) -> None:
+    budget = Budget(tmp_path / "b", epsilon=9.0, delta=0.5, pure=8.5)
+    with pytest.raises(InvalidInput, match=match):
+        tune(run, [1.0], budget=budget, **asked)
+    assert not budget.entries()
 
 
-@pytest.mark.parametrize("law", ["geometric", "logarithmic"])
-def test_more_runs_than_can_be_drawn_are_refused(law: str) -> None:
-    """The number of runs was drawn one by one with a probability of 1e-300 each: for ever."""
-    with pytest.raises(InvalidInput, match=r"at most 1,000,000 runs on average, got 1e\+300"):
-        tune(lambda setting, trial: (0.0, None), [1], epsilon=8.0, repeats=1e300, law=law)
-    assert 1 <= Repetitions.named(law, mean=1e6).draw(lambda: 0.2) < 1e6
-
-
-@pytest.mark.parametrize("error", [OSError(28, "full"), sqlite3.OperationalError("full")])
+@pytest.mark.parametrize("error", [OSError(28, "full"), NoshuffleError("full")])
 def test_a_full_disk_does_not_lose_what_a_search_found(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     """It is charged as it was reserved, which is what it costs."""
     budget = Budget(tmp_path / "b", epsilon=4.0, delta=1e-5)
-    settle = Mock(side_effect=error)
-    monkeypatch.setattr("noshuffle.budget.budget.OpenRun.settle", settle)
+    monkeypatch.setattr("noshuffle.budget.budget.Place.settle", Mock(side_effect=error))
     with pytest.warns(RuntimeWarning, match="stays charged as it was reserved"):
         found = tune(run, [0.2, 0.9], epsilon=3.0, law="all", budget=budget)
     assert found.setting == 0.9
     assert OTHER_RUNS in found.statement.assumptions
-    assert settle.call_count == 1
     (entry,) = budget.entries()
     assert entry.is_open
     assert budget.total().mu == pytest.approx(found.statement.mu)
+
+
+def test_a_search_among_runs_that_were_not_private(tmp_path: Path) -> None:
+    budget = Budget(tmp_path / "b", epsilon=8.0, delta=1e-4, pure=4.0)
+
+    def scored(setting: float, trial: Trial) -> tuple[Any, Any]:
+        source = None if setting else make_source(seed=1)  # of the one that is not chosen
+        sums = PrivateSum(plan_for(trial), clip=1.0, shape=(), budget=trial, source=source)
+        sums.add([1.0], ids=[0])
+        sums.close()
+        return setting, setting
+
+    found = tune(scored, [0, 1], epsilon=2.0, law="all", score_share=0.0, budget=budget)
+    assert found.result == 1
+    assert found.statement.headline().startswith("NOT PRIVATE")
+    assert "named test seed" in budget.not_private_runs()[0]
 
 
 @pytest.mark.parametrize(("law", "share"), [("geometric", 0.1), ("all", 0.0)])

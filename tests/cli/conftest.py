@@ -11,12 +11,12 @@ from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from multiprocessing.process import BaseProcess
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from noshuffle import cli
-from noshuffle.release.folder_lock import take
 
 LIMIT = 900.0  # seconds, lest a fault wait for ever
 
@@ -62,18 +62,18 @@ def interrupted() -> Callable[..., int | None]:
 
 
 @pytest.fixture
-def held_elsewhere() -> Callable[[Path], AbstractContextManager[int]]:
-    """A run folder whose lock another process holds meanwhile: that process."""
+def held_elsewhere() -> Callable[..., AbstractContextManager[int]]:
+    """A context (a lock, say) that another process is in meanwhile: that process."""
 
     @contextmanager
-    def held(folder: Path) -> Iterator[int]:
+    def held(entered: Callable[[], AbstractContextManager[Any]]) -> Iterator[int]:
         ready, told = os.pipe()
         other = os.fork()
         if other == 0:
             try:
-                lock = take(folder)
-                os.write(told, b"held" if lock is not None else b"none")
-                signal.pause()  # until it is killed
+                with entered():
+                    os.write(told, b"held")
+                    signal.pause()  # until it is killed
             finally:
                 os._exit(1)  # the tests are the parent's
         try:

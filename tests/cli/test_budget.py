@@ -36,7 +36,7 @@ def table(tmp_path: Path) -> str:
 
 
 @pytest.mark.parametrize("command", ["sum", "train"])
-def test_a_run_that_was_killed_before_its_ledger_named_the_budget_goes_on_with_one(
+def test_a_run_that_was_killed_before_its_log_named_the_budget_goes_on_with_one(
     command: str, folder: str, table: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     lines = {

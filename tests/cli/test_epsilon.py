@@ -6,18 +6,10 @@ import io
 import json
 import subprocess
 import sys
-from types import SimpleNamespace
 
 import pytest
 
 from noshuffle.cli import main
-from noshuffle.comparison import LEFT_OUT, compare
-from noshuffle.errors import InvalidInput
-from noshuffle.participation import CyclicPoisson, Epochs, FixedSize, Participation, SinglePass
-from noshuffle.plan import Plan
-from noshuffle.sampled_fit import SamplingRow
-from noshuffle.strategies import Strategy, identity
-from noshuffle.strategies.mechanisms import MECHANISMS
 
 
 def output(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict:
@@ -199,20 +191,6 @@ def test_dp_sgd_stands_in_the_table_with_and_without_samples(
         assert 0 < float(sampled[3]) < float(plain[2])
 
 
-def test_the_usual_table_of_a_long_run_is_short() -> None:
-    asked: list[str] = []
-
-    def noted(name: str, part: Participation, **options: object) -> Strategy:
-        asked.append(name)
-        return identity()
-
-    for steps in (513, 64):
-        compare(SinglePass(steps), mechanism="usual", epsilon=1.0, fit_fn=noted)
-    assert asked[:6] == ["identity", "tree", "banded", "banded_inverse", "blt", "blt_two_sided"]
-    assert set(LEFT_OUT) & set(asked[:7]) == set()
-    assert set(asked[7:]) == set(MECHANISMS)
-
-
 def test_a_narrow_table_cuts_no_number(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -250,14 +228,7 @@ def test_notes_speak_of_columns_that_are_shown(
 @pytest.mark.parametrize(
     ("line", "words"),
     [
-        (
-            "plan --epochs 2 --steps-per-epoch 8 --sampling fixed",
-            "needs --batch-size and --population, to draw",
-        ),
-        (
-            "plan --epochs 2 --steps-per-epoch 8 --population 9 --batch-size 5 --sampling fixed",
-            "--population 9 and --batch-size 5 must",
-        ),
+        ("plan --epochs 2 --steps-per-epoch 8 --sampling fixed", "--sampling must be one of any"),
         (
             "epsilon --mechanism tree --steps 8 --noise-multiplier 1 --completion",
             "--completion must come with --restart-every, got it alone; a tree",
@@ -286,31 +257,3 @@ def test_sentences_are_cut_between_words_on_a_narrow_terminal(
     lines = terminal.getvalue().splitlines()
     assert max(map(len, lines)) <= 40
     assert any(line.startswith("  - ") for line in lines)
-
-
-def test_plan_with_draws_of_fixed_size(capsys: pytest.CaptureFixture[str]) -> None:
-    """One subset of each size a step, for the same neighbours as the coin flips beside it."""
-    line = "plan --epochs 2 --population 80 --batch-size 10 --mechanism tree --target-epsilon 4"
-    found = {}
-    for kind in ("fixed", "truncated", "poisson"):
-        *_, row = output(capsys, *line.split(), "--sampling", kind)
-        assert row["sampling"] == kind
-        found[kind] = row
-    part = FixedSize(steps=16, batch=10, population=80)
-    assert found["fixed"]["participation"] == part.to_dict()
-    own = Plan.fit(part, mechanism="identity", epsilon=4.0, neighbours="add-remove")
-    assert found["fixed"]["noise_multiplier"] == own.noise_multiplier
-    assert found["fixed"]["plan_hash"] == own.hash
-    # Whoever leaves a batch of fixed size is replaced: twice the distance, almost twice the noise.
-    assert 1.5 < own.noise_multiplier / found["poisson"]["noise_multiplier"] <= 2
-    assert found["truncated"]["noise_multiplier"] >= found["poisson"]["noise_multiplier"]
-    with pytest.raises(InvalidInput, match="FixedSize"):
-        Plan.fit(Epochs(2, 8), mechanism="best", epsilon=4.0, sampling="fixed")
-
-
-def test_one_group_is_one_group() -> None:
-    for groups, words in ((1, "banded, 1 group, noise"), (2, "banded, 2 groups, noise")):
-        plan = SimpleNamespace(
-            participation=CyclicPoisson(8, groups, 0.1), strategy=SimpleNamespace(name="banded")
-        )
-        assert words in SamplingRow("cyclic", plan, 1.0).words

@@ -19,14 +19,14 @@ from noshuffle.cli.promise import print_json
 TABLE = "a,b,label\n" + "".join(f"{i / 40},{i % 7},{i % 2}\n" for i in range(40))
 STATED = ("run", "statement")
 JOB = (*STATED, "test_accuracy", "seconds", "steps", "settings")
-VERDICT = ("answer", "failures", "checked", "unchecked", "released_steps", "epsilon", "delta")
+VERDICT = ("answer", "failures", "unchecked", "participation_checked", "epsilon", "delta")
 #: Of every command, in an order in which each finds what it needs: the line, and keys of its JSON.
 LINES: dict[str, tuple[str, tuple[str, ...]]] = {
     "sum": ("sum t.csv --columns a --clip 1 --batch 5 --steps 9 --out run", (*STATED, "csv")),
     "report": ("report run", ("report",)),
     "verify": ("verify run", VERDICT),
     "audit": ("audit run", ("answer", "parts")),
-    "seal": ("seal run", ("sealed", "checked", "signed")),
+    "seal": ("seal run", ("sealed", "signed")),
     "budget": ("budget all --epsilon 9 --delta 1e-3", ("epsilon", "spent_epsilon", "runs")),
     "epsilon": ("epsilon --steps 8 --mechanism tree --noise-multiplier 2", ("epsilon", "delta")),
     "plan": (

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from datetime import datetime
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,27 +17,24 @@ from noshuffle.cli.job_view import JobWords, run_and_tell
 from noshuffle.cli.run_home import begun, check_new_folder, dated
 from noshuffle.cli.settings import RunOptions
 from noshuffle.cli.train_settings import TrainSettings
-from noshuffle.errors import InvalidInput, ReplayRefused
+from noshuffle.errors import InvalidInput
 from noshuffle.participation import SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.keys import KeyRing
 from noshuffle.release.private_sum import PrivateSum
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
 def test_two_that_begin_in_one_folder_do_not_mix(tmp_path: Path, held_elsewhere: Any) -> None:
     """Before, the second wrote its keys, plan and settings over those of the first."""
-    with held_elsewhere(tmp_path):
-        plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
-        with pytest.raises(ReplayRefused, match="a run goes on"):
-            PrivateSum(plan, clip=1.0, shape=(1,), run=tmp_path)
-        with (
-            pytest.raises(ReplayRefused, match="a run goes on"),
-            begun(RunFolder(tmp_path), {}, draws_on_budget=False),
-        ):
-            pass
-        assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    first = partial(begun, RunFolder(tmp_path), {"a": 1}, draws_on_budget=False)
+    with (
+        held_elsewhere(first),
+        pytest.raises(InvalidInput, match="begun meanwhile"),
+        begun(RunFolder(tmp_path), {"a": 1}, draws_on_budget=False),
+    ):
+        pass
+    assert [file.name for file in tmp_path.iterdir()] == ["config.json"]
 
 
 def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> None:
@@ -55,16 +53,16 @@ def test_settings_of_a_run_that_was_refused_are_taken_away(tmp_path: Path) -> No
     assert json.loads(folder.config_file.read_text()) == {"a": [1]}
 
 
-def test_keys_of_a_run_that_was_stopped_before_its_plan_are_taken_away(
+def test_the_secret_of_a_run_that_was_stopped_before_its_plan_are_taken_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """They stayed: --out found the folder not empty, and --resume found no run."""
     folder = RunFolder(tmp_path / "r")
     plan = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0)
     with monkeypatch.context() as patch:
-        patch.setattr("noshuffle.release.folder.write_bytes", Mock(side_effect=KeyboardInterrupt))
+        patch.setattr("noshuffle.release.release.write_bytes", Mock(side_effect=KeyboardInterrupt))
         with pytest.raises(KeyboardInterrupt), begun(folder, {"a": 1}, draws_on_budget=False):
-            folder.begin(plan, KeyRing.new())
+            PrivateSum(plan, clip=1.0, shape=(), run=folder)
     assert not folder.path.exists()
     folder.path.mkdir()
     (folder.path / "own.txt").touch()

@@ -112,16 +112,16 @@ def test_version(capsys: pytest.CaptureFixture[str]) -> None:
         ("train --epochs 0", "--epochs must"),
         ("train --noise-multiplier -1", "--noise-multiplier must"),
         ("train --sampling poisson --mechanism tree", "--sampling poisson needs"),
+        ("train --sampling poisson --mechanism blt_tapped", "poisson needs mechanism identity"),
+        ("train --sampling cyclic --mechanism blt_tapped", "needs mechanism banded or identity"),
         ("federated --clients-per-round 100000", "--clients-per-round must"),
         ("epsilon --steps 9 --noise-multiplier 1 --bands 3 --mechanism blt", "--bands belongs"),
         ("epsilon --steps 9 --noise-multiplier 1 --unit planet", "--unit must"),
         ("epsilon --steps 9 --target-epsilon 0", "--target-epsilon must"),
         ("epsilon --steps 9 --noise-multiplier 1 --poisson-rate 2", "--poisson-rate must"),
         ("plan --population 60 --batch-size 0", "--batch-size must"),
-        ("train --on-replay maybe", "--on-replay must"),
         ("train --mechanism tree --clip-norm 1e-300", "--clip-norm must be at least"),
         ("train --mechanism tree --order backwards", "--order must be file, sorted"),
-        ("sum t.csv --clip 1 --on-replay auto", "--on-replay must"),
         ("train --data os:path", "data 'os:path' must be a function"),
         ("federated --task os:path", "task 'os:path' must be a function"),
         ("federated --client-lr 1e300", "learning_rate must be at most"),
@@ -191,8 +191,11 @@ def test_whole_numbers_are_numbers() -> None:
 
 
 def test_arguments_become_options() -> None:
-    names = ["moved", "delta", "test_seed", "steps"]
-    assert in_options("say so: moved=True", names) == "say so: --moved"
+    names = {
+        name: "--" + name.replace("_", "-") for name in ("json", "delta", "test_seed", "steps")
+    }
+    assert in_options("say so: json=True", names) == "say so: --json"
+    assert in_options("a new run (fork_of=)", {"fork_of": "--fork"}) == "a new run (--fork)"
     assert in_options("use delta=1e-6, not test_seed", names) == "use --delta 1e-6, not --test-seed"
     assert in_options("the steps of a plan", names) == "the steps of a plan"
     assert in_options("steps must be ≥ 1", names) == "--steps must be ≥ 1"

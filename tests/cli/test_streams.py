@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import json
-import sqlite3
 import sys
 from pathlib import Path
 from unittest.mock import Mock
@@ -87,25 +86,6 @@ def test_a_refusal_is_one_document_of_json_too(
     assert told.err == f"noshuffle: {found['error']}\n"
     assert main(line.split()) == 2
     assert "{" not in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(
-    ("name", "said"),
-    [
-        ("SQLITE_FULL", "space on the disk"),
-        ("SQLITE_READONLY_DIRECTORY", "permissions"),
-        ("SQLITE_BUSY", "another process"),
-        ("SQLITE_CORRUPT", "damaged"),
-    ],
-)
-def test_what_is_wrong_with_a_ledger(
-    name: str, said: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = sqlite3.OperationalError("so it is")
-    error.sqlite_errorname = name
-    monkeypatch.setattr("typer.main.get_command", Mock(side_effect=error))
-    assert main(["epsilon"]) == 2
-    assert said in capsys.readouterr().err
 
 
 def test_stopped_while_a_command_is_imported(

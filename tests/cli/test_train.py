@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,15 @@ import pytest
 import torch
 
 from noshuffle.cli import main, train_parts
+from noshuffle.cli.job import run_job
+from noshuffle.cli.job_view import Stopped
 from noshuffle.cli.train_parts import accuracy_of, make_model, participation_of
 from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.datasets import DataSet
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, FixedSize, MinSeparation, Poisson
-from noshuffle.release import checkpoint
+from noshuffle.release.folder import RunFolder, load
+from noshuffle.release.log import Log
 
 QUICK = "train --epochs 2 --batch-size 128 --mechanism blt --no-baseline"
 
@@ -35,16 +39,22 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def unsealed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A run that still has its keys."""
-    path = tmp_path_factory.mktemp("runs") / "unsealed"
-    line = f"{QUICK} --test-seed here --keep-keys --out {path} --json"
-    assert main(line.split()) == 0
+def stopped(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run that was stopped after three steps."""
+    path, seen = tmp_path_factory.mktemp("runs") / "stopped", list[int]()
+    asked = {"epochs": 2, "batch_size": 128, "mechanism": "blt", "test_seed": "here"}
+    with pytest.raises(Stopped):
+        run_job(
+            TrainSettings.of(asked),
+            path,
+            watch=lambda told: seen.append(told.step),
+            is_stopped=lambda: len(seen) == 3,
+        )
     return path
 
 
 def test_the_folder_holds_the_evidence(run: Path) -> None:
-    for name in ("plan.json", "statement.json", "ledger.sqlite", "metrics.jsonl", "config.json"):
+    for name in ("plan.json", "statement.json", "log.jsonl", "metrics.jsonl", "config.json"):
         assert (run / name).stat().st_size > 0
     statement = json.loads((run / "statement.json").read_text())
     assert statement["epsilon"] <= 8
@@ -52,7 +62,7 @@ def test_the_folder_holds_the_evidence(run: Path) -> None:
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in rows if "test_accuracy" in row][:2] == [11, 22]
     assert not any("loss" in row for row in rows)  # losses of training data are not released
-    assert not list((run / "checkpoints").glob("key*"))  # a finished run is sealed
+    assert not list(run.rglob("secret*"))  # a finished run has ended
 
 
 @pytest.mark.usefixtures("pictures")
@@ -94,14 +104,18 @@ def test_a_finished_run_resumes_to_itself(run: Path, capsys: pytest.CaptureFixtu
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
 def test_a_second_process_beside_a_live_one_gets_one_clear_line(
-    unsealed: Path, capsys: pytest.CaptureFixture[str], held_elsewhere: Any
+    stopped: Path,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    held_elsewhere: Any,
 ) -> None:
-    run = unsealed
-    with held_elsewhere(run) as live:
-        assert main(["train", "--resume", str(run), "--json", "--keep-keys"]) == 2
-        line = capsys.readouterr().err
-        assert f"a run goes on in {run} already (process {live})" in line.replace("\n", " ")
-    again = ["train", "--resume", str(run), "--json", "--keep-keys"]
+    run = shutil.copytree(stopped, tmp_path / "run")
+    monkeypatch.setattr("noshuffle.release.log._WAIT", 0.1)
+    again = ["train", "--resume", str(run), "--json"]
+    with held_elsewhere(partial(Log, run / "log.jsonl")):
+        assert main(again) == 2
+        assert f"another process writes {run / 'log.jsonl'}" in capsys.readouterr().err
     assert main(again) == 0  # nothing is left to clear away
 
 
@@ -132,7 +146,7 @@ def test_dp_sgd_is_the_same_command(
     told = json.loads(capsys.readouterr().out)
     assert told["statement"]["epsilon"] <= 8
     assert main(["verify", str(tmp_path / "r")]) == 0
-    assert capsys.readouterr().out.startswith("PROVED")
+    assert capsys.readouterr().out.startswith("VERIFIED")
 
 
 @pytest.mark.parametrize(
@@ -185,13 +199,13 @@ def test_bad_input_is_one_line(
         ("config.json", b"{", "damaged"),
         ("config.json", b'{"kind": "federated"}', "noshuffle federated --resume"),
         ("config.json", b'{"kind": "fit"}', "noshuffle fit"),
-        ("ledger.sqlite", b"nonsense", "ledger"),
-        ("plan.json", b"\xff\xfe", "damaged"),
+        ("log.jsonl", b"nonsense\n", "log.jsonl"),
+        ("plan.json", b"\xff\xfe", "not text"),
         ("plan.json", b"{", "document"),
     ],
 )
 def test_a_damaged_or_foreign_folder_is_one_line(
-    unsealed: Path,
+    stopped: Path,
     name: str,
     content: bytes,
     said: str,
@@ -199,7 +213,7 @@ def test_a_damaged_or_foreign_folder_is_one_line(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     copy = tmp_path / "copy"
-    shutil.copytree(unsealed, copy)
+    shutil.copytree(stopped, copy)
     (copy / name).write_bytes(content)
     assert main(["train", "--resume", str(copy)]) == 2
     captured = capsys.readouterr().err
@@ -249,7 +263,7 @@ def test_stopped_by_a_signal_and_resumed_is_bit_identical(tmp_path: Path) -> Non
     assert main(["verify", str(paths[0])]) == 4
     assert main(["train", "--resume", str(paths[0]), "--json"]) == 0
     assert main([*line[3:], "--out", str(paths[1]), "--json"]) == 0
-    models = [checkpoint.load(checkpoint.saved(p / "checkpoints")[-1])["model"] for p in paths]
+    models = [load(RunFolder(path).saved()[-1])["model"] for path in paths]
     assert all(torch.equal(models[0][name], models[1][name]) for name in models[1])
     assert [main(["verify", str(path)]) for path in paths] == [4, 4]  # the seed, nothing else
 

@@ -106,7 +106,7 @@ def test_a_run_with_all_of_them_verifies(
     lines = (out / "metrics.jsonl").read_text(encoding="utf8").splitlines()
     assert 0.0 <= json.loads(lines[-1])["test_accuracy_of_average"] <= 1.0
     assert not main(["verify", str(out)])
-    assert "PROVED: 44 of 44 planned steps" in capsys.readouterr().out
+    assert "VERIFIED: 44 of 44 planned steps" in capsys.readouterr().out
     told = (out / "statement.json").read_text(encoding="utf8")
     assert "the order may change after every 22 steps" in told
 

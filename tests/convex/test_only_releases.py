@@ -39,34 +39,26 @@ KINDS = sorted(convex.__all__)
 
 
 class Outside:
-    """In the place of the door: keeps the sums, and gives back numbers of its own."""
+    """In the place of what leaves: keeps the sums, and gives back numbers of its own."""
 
     def __init__(self) -> None:
         self.sums: list[Any] = []
 
     def fitted(self, model: Any, x: Any, y: Any, told: dict[str, Any], kind: int) -> Any:
-        add, begin = Release.add_noise_, Release.begin.__func__  # type: ignore[attr-defined]
+        close = Release.close
 
-        def started(cls: Any, *args: Any, clip: float, **more: Any) -> Any:
-            made = begin(cls, *args, clip=clip, **more)
-            made.clip_of_test = float(clip)
-            return made
-
-        def added(release: Any, values: dict[str, Any]) -> None:
-            rng = np.random.default_rng([kind, release.noise.step])
+        def closed(release: Any, ticket: Any, values: dict[str, Any]) -> None:
+            rng, clip = np.random.default_rng([kind, ticket.step]), release.threshold.clip.norm
             for name in values:
-                self.sums.append(values[name].numpy().copy() / release.clip_of_test)
-            add(release, values)
-            unit = release.clip_of_test / release.divisor
+                self.sums.append(values[name].numpy().copy() / clip)
+            close(release, ticket, values)
+            unit = clip / release.divisor
             for value in values.values():
                 drawn = rng.normal(size=value.shape)  # of noise alone, or of many rows
                 drawn = drawn if kind else np.abs(drawn) * release.divisor * 0.3
                 value.copy_(torch.from_numpy(drawn * unit))
 
-        with (
-            mock.patch.object(Release, "begin", classmethod(started)),
-            mock.patch.object(Release, "add_noise_", added),
-        ):
+        with mock.patch.object(Release, "close", closed):
             return model.fit(x, y, **told)
 
 
@@ -81,9 +73,9 @@ def seen(
 ) -> tuple[list[Any], dict[str, str]]:
     """The sums of a fit, and what it learned."""
     told = {"ids": ids} if weight is None else {"ids": ids, "sample_weight": weight}
-    door, rows = Outside(), sparse.csr_array(x) if is_sparse else x
-    model = door.fitted(make(**made), rows, y, told, way)
-    return door.sums, learned(model)
+    outside, rows = Outside(), sparse.csr_array(x) if is_sparse else x
+    model = outside.fitted(make(**made), rows, y, told, way)
+    return outside.sums, learned(model)
 
 
 @pytest.mark.filterwarnings("ignore")

@@ -55,7 +55,7 @@ def test_ids_that_are_refused_leave_nothing(
     assert [entry.is_open for entry in budget.entries()] == [False]
     assert budget.total().epsilon(1e-5) == pytest.approx(0.0, abs=1e-6)
     own.fit(x, y, ids=IDS, run=run)
-    assert verify(run).answer == "PROVED"
+    assert verify(run).is_verified
 
 
 def test_the_first_rows_of_a_stream_that_are_refused_leave_nothing(tmp_path: Path) -> None:
@@ -68,14 +68,14 @@ def test_the_first_rows_of_a_stream_that_are_refused_leave_nothing(tmp_path: Pat
     with pytest.raises(NoshuffleError, match="'person 0' came twice"):  # later ones change nothing
         own.partial_fit(x[30:], y[30:], ids=IDS[:30])
     assert own.partial_fit(x[30:], y[30:], ids=IDS[30:]).n_rows_ == ROWS
-    assert verify(run).answer == "PROVED"
+    assert verify(run).is_verified
 
 
 def test_a_folder_that_was_there_stays(tmp_path: Path) -> None:
     x, y = table()
     with pytest.raises(InvalidInput, match="got 59"):
         model().fit(x, y, ids=IDS[:-1], run=tmp_path)
-    assert [file.name for file in tmp_path.iterdir()] == [".lock"]
+    assert list(tmp_path.iterdir()) == []
     model().fit(x, y, ids=IDS, run=tmp_path)
 
 
@@ -85,10 +85,9 @@ def test_noise_that_no_float32_holds_leaves_nothing(tmp_path: Path) -> None:
     with pytest.raises(InvalidInput, match=r"noise of deviation 1e[+]33 .* 1e[+]32 at most"):
         PrivateSum(plan, clip=1e30, shape=(2,), run=tmp_path / "one", budget=budget)
     assert not (tmp_path / "one").exists()
-    assert [entry.is_open for entry in budget.entries()] == [False]
     with pytest.raises(InvalidInput, match="clip_norm must be at most"):
         PrivateSum(plan, clip=1e31, shape=(2,), run=tmp_path / "one", budget=budget)
-    assert len(budget.entries()) == 1
+    assert not budget.entries()
 
 
 @pytest.mark.parametrize("size", [1e30, 1e-12])

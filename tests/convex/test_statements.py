@@ -18,10 +18,15 @@ from sklearn.preprocessing import StandardScaler
 from noshuffle.convex import (
     PrivateLinearRegression,
     PrivateLogisticRegression,
+    PrivateScaler,
     PrivateSVC,
 )
-from noshuffle.errors import InvalidInput
-from noshuffle.release.facts import OTHER_RUNS as OTHERS
+from noshuffle.errors import InvalidInput, ParticipationViolation
+from noshuffle.plan.statement import UNCHECKED
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.history import History
+from noshuffle.release.spending import OTHER_RUNS as OTHERS
+from noshuffle.release.verify import verify
 
 KINDS = [PrivateLogisticRegression, PrivateSVC, PrivateLinearRegression]
 
@@ -94,6 +99,60 @@ def test_bounds_are_said_to_be_chosen_where_there_are_any() -> None:
     for text in (said(), said(bounds=(-1, 1))):
         assert OTHERS in text.split("\n")
         assert "Bounds, horizon" not in text
+
+
+def taken_in(run: Path) -> list[list[int]]:
+    """The units of every step on record."""
+    taken: list[list[int]] = []
+    History.read(RunFolder(run), on_step=lambda _, units: taken.append(units.tolist()))
+    return taken
+
+
+def test_rows_of_one_table_cannot_come_twice_and_are_told_apart_by_their_places(
+    tmp_path: Path,
+) -> None:
+    x, y = table()
+    for passes, name in ((1, "once"), (2, "twice")):
+        model = quick(passes=passes).fit(x, y, run=tmp_path / name)
+        assert model.privacy_.participation_checked
+        assert verify(tmp_path / name).participation_checked
+        assert (
+            taken_in(tmp_path / name) == [[*range(i, i + 20)] for i in range(0, 300, 20)] * passes
+        )
+    assert quick().fit(x, y).privacy_.participation_checked
+    assert PrivateScaler(bounds=(-1, 1), test_seed=0).fit(x).privacy_.participation_checked
+
+
+def test_a_stream_without_ids_says_that_nobody_checked_who_came(tmp_path: Path) -> None:
+    """Its caller may send a row twice, and both count as new ones."""
+    x, y = table()
+    model = quick(horizon=300).partial_fit(x[:100], y[:100], run=tmp_path / "run")
+    model.partial_fit(x[:100], y[:100])
+    assert not model.privacy_.participation_checked
+    assert UNCHECKED in model.privacy_.headline()
+    assert not verify(tmp_path / "run").participation_checked
+    model = quick().fit(x, y).partial_fit(x, y)  # the rows of the table may be among the new ones
+    assert not model.privacy_.participation_checked
+    model.save(tmp_path / "s")
+    assert not quick().load(tmp_path / "s").privacy_.participation_checked
+    assert not verify(tmp_path / "s" / "phase-2").participation_checked
+
+
+def test_a_stream_with_ids_was_checked(tmp_path: Path) -> None:
+    x, y = table()
+    model = quick(horizon=300).partial_fit(x[:100], y[:100], ids=range(100), run=tmp_path / "run")
+    assert model.privacy_.participation_checked
+    assert verify(tmp_path / "run").participation_checked
+    with pytest.raises(ParticipationViolation, match="came twice"):
+        model.partial_fit(x[:1], y[:1], ids=[0])
+
+
+def test_a_fit_begins_a_run_and_goes_on_with_none(tmp_path: Path) -> None:
+    x, y = table()
+    quick(horizon=300).partial_fit(x[:100], y[:100], run=tmp_path / "run")
+    for act in (quick().fit, quick(horizon=300).partial_fit):
+        with pytest.raises(InvalidInput, match="holds a run, and a fit begins a new one"):
+            act(x, y, run=tmp_path / "run")
 
 
 def test_a_scaler_in_front_is_not_covered() -> None:

@@ -1,16 +1,25 @@
-"""A small task of two blobs, a model for it, and what a run folder says of its users."""
+"""A small task of two blobs, a model for it, what a run folder says of its users, and a kill."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import os
+import signal
+import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 import torch
+from tests.conftest import ENTROPY
 from torch import nn
 
 from noshuffle.federated.tasks import FederatedTask
-from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.history import History
+
+_KILLED = itertools.count()
 
 
 def a_task(users: int = 30, *, held_out: int = 200, prefix: str | None = "u") -> FederatedTask:
@@ -33,14 +42,28 @@ def a_model() -> nn.Module:
 
 
 def fact(run: Path) -> str | None:
-    """How users were told apart, by the ledger."""
-    evidence = Evidence(run / "ledger.sqlite")
-    try:
-        return evidence.bound().get("user_identity")
-    finally:
-        evidence.close()
+    """How users were told apart, by the log."""
+    return History.read(RunFolder(run)).facts().get("user_identity")
 
 
 def saved(run: Path) -> str:
     """The assumptions of the saved statement."""
     return " ".join(json.loads((run / "statement.json").read_text())["assumptions"])
+
+
+def killed(job: Callable[[], object]) -> None:
+    """Do this in a process of its own, which is then killed: nothing is closed."""
+    name = f"killed {next(_KILLED)}"
+    child = os.fork()
+    if child == 0:
+        ENTROPY.go_on(name)
+        try:
+            job()
+            os.kill(os.getpid(), signal.SIGKILL)
+        except BaseException:
+            traceback.print_exc()
+        finally:
+            os._exit(1)  # whatever went wrong: the tests are the parent's
+    _, status = os.waitpid(child, 0)
+    assert os.WIFSIGNALED(status)
+    assert os.WTERMSIG(status) == signal.SIGKILL

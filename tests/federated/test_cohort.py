@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,7 @@ from noshuffle.federated.cohort import (
     observed_participation,
 )
 from noshuffle.participation import Epochs, Participation, SinglePass
-from noshuffle.release.ledger import Ledger
+from noshuffle.release.units import Guard
 
 
 def adversarial(step: int, rng: np.random.Generator, population: int) -> np.ndarray:
@@ -47,11 +48,11 @@ def adversarial(step: int, rng: np.random.Generator, population: int) -> np.ndar
     ],
 )
 def test_limits_hold_under_adversarial_check_ins(rule: MinSeparation) -> None:
-    rng, ledger, cohorts = np.random.default_rng(5), Ledger(rule, unit="user"), []
+    rng, guard, cohorts = np.random.default_rng(5), Guard(rule, groups=True), []
     for step in range(rule.steps):
         users = adversarial(step, rng, 2000)
-        cohort = users[draw_cohort(ledger, users, size=16)]
-        ledger.record(ledger.admit(step, cohort, b"", drop=False))
+        cohort = users[draw_cohort(guard, users, size=16)]
+        guard.take(cohort)
         cohorts.append(cohort)
     assert max(map(len, cohorts)) == 16
     seen = observed_participation(cohorts)
@@ -60,29 +61,29 @@ def test_limits_hold_under_adversarial_check_ins(rule: MinSeparation) -> None:
     # The limits bind: somebody stood at each of them.
     assert seen.separation == rule.separation
     assert rule.separation > 1 or seen.max_participations == rule.max_participations
-    assert sum(map(len, cohorts)) == int(ledger.units()[1].count.sum())
+    assert sum(map(len, cohorts)) == int(guard.table.all()[1].count.sum())
 
 
 @pytest.mark.parametrize(
     "rule", [SinglePass(12), Epochs(epochs=3, steps_per_epoch=4), MinSeparation(12, 3, 2)]
 )
 def test_cohort_is_the_first_admitted_users(rule: Participation) -> None:
-    """Against a slow twin that asks the ledger about one user at a time."""
-    rng, ledger = np.random.default_rng(2), Ledger(rule, unit="user")
-    for step in range(12):
+    """Against a slow twin that asks the guard about one user at a time."""
+    rng, guard = np.random.default_rng(2), Guard(rule, groups=True)
+    for _ in range(12):
         users = rng.integers(0, 15, 20)
         expected: list[int] = []
         for user in users.tolist():
             if user in expected or len(expected) == 4:
                 continue
             try:
-                ledger.admit(step, np.array([user]), b"")
+                copy.deepcopy(guard).take(np.array([user]))
             except ParticipationViolation:
                 continue
             expected.append(user)
-        places = draw_cohort(ledger, users, size=4)
+        places = draw_cohort(guard, users, size=4)
         assert users[places].tolist() == expected
-        ledger.record(ledger.admit(step, users[places], b""))
+        guard.take(users[places])
 
 
 @given(st.lists(st.sets(st.integers(0, 6), max_size=5), min_size=1, max_size=25))
@@ -136,10 +137,9 @@ def test_the_log_of_a_run_folder(tmp_path: Path) -> None:
     for users in (["ada", "bob"], ["eve"], [], ["bob"]):
         server.step({"w": torch.zeros(2)}, cohort=users)
     log = read_log(tmp_path / "run")  # while the server is still there
-    assert observed_participation(log.users) == MinSeparation(4, 3, 2)
-    assert list(log.times) == sorted(log.times)
-    assert account_afterwards(plan, log.users).epsilon <= plan.epsilon()
-    with pytest.raises(InvalidInput, match="no ledger"):
+    assert observed_participation(log) == MinSeparation(4, 3, 2)
+    assert account_afterwards(plan, log).epsilon <= plan.epsilon()
+    with pytest.raises(InvalidInput, match="not a run folder"):
         read_log(tmp_path)
 
 

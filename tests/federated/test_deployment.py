@@ -27,7 +27,6 @@ import re
 import shutil
 import signal
 import socket
-import sqlite3
 import sys
 import time
 import tomllib
@@ -41,7 +40,8 @@ import torch
 from tests.federated.warm import Forked, Warm
 
 from noshuffle.federated import observed_participation, read_log, simulate
-from noshuffle.release import checkpoint
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.log import read
 from noshuffle.release.verify import verify
 
 pytest.importorskip("flwr", reason="needs the extra 'federated'")
@@ -54,13 +54,10 @@ LIMIT = 14_400.0  # seconds, lest a fault wait for ever; an idle machine needs s
 GATE = """
 
 def gate(context: Context) -> None:
-    import sqlite3
     import time
 
     folder, user = Path({folder!r}), partition_of(context)
-    ledger = sqlite3.connect("file:{run}/ledger.sqlite?mode=ro", uri=True)
-    number = ledger.execute("SELECT count(*) FROM steps").fetchone()[0] - 1
-    ledger.close()
+    number = Path("{run}/log.jsonl").read_text().count('"kind":"step"') - 1
     (folder / f"arrived-{{user}}-{{number}}").touch()
     while not (folder / f"go-{{user}}-{{number}}").exists():
         time.sleep(0.05)
@@ -226,13 +223,8 @@ def network(folder: Path) -> Iterator[Network]:
 
 
 def charged(folder: Path) -> int:
-    """Rounds whose intent is on the disk."""
-    path = folder / "ledger.sqlite"
-    if not path.exists():
-        return 0
-    with suppress(sqlite3.Error), closing(sqlite3.connect(f"file:{path}?mode=ro", uri=True)) as db:
-        return int(db.execute("SELECT count(*) FROM steps").fetchone()[0])
-    return 0
+    """Rounds whose row is in the log."""
+    return sum(row["kind"] == "step" for row in read(folder / "log.jsonl"))
 
 
 def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -249,7 +241,7 @@ def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.Mo
             net.kill(process)
         before = first.said()
         assert charged(folder) == 2
-        assert checkpoint.saved(folder / "checkpoints")[-1].name.endswith("1"), before
+        assert RunFolder(folder).saved()[-1].name.endswith("1"), before
 
         link, node_0, node_1 = net.up()
         second = net.run(**settings, **{"timeout": LIMIT, "stop-after": 3})
@@ -280,10 +272,10 @@ def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.Mo
     ended = server_module.rounds_of(config, run=folder)
     assert ended.resume() == ()
     log = read_log(folder)
-    assert [users.tolist() for users in log.users] == [[0, 1]] * 3  # the lost round is charged too
-    assert observed_participation(log.users).max_participations == config["max-participations"]
+    assert [users.tolist() for users in log] == [[0, 1]] * 3  # the lost round is charged too
+    assert observed_participation(log).max_participations == config["max-participations"]
     assert ended.begin([0, 1]) is None  # nobody is free for the last round
-    assert verify(folder).failures == ()
+    assert verify(folder).refuted == ()
 
     # The same rounds in this process, all clients together, never stopped; round 1 is given up.
     context = type("Context", (), {"run_config": config})
@@ -294,11 +286,11 @@ def test_killed_clients_and_killed_server(tmp_path: Path, monkeypatch: pytest.Mo
         for until in (1, 3):
             simulate(
                 rounds, model, task, local=local, loss_fn=loss_fn, until=until,
-                check_ins=lambda step: log.users[step],
+                check_ins=lambda step: log[step],
                 answers=lambda step, user: user not in silent[step],
             )  # fmt: skip
             if until == 1:
-                assert rounds.begin(log.users[1]) is not None
+                assert rounds.begin(log[1]) is not None
                 rounds.abandon()
         parameters: dict[str, torch.Tensor] = rounds.server.parameters()
         return parameters

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import math
-import os
 import random
-import shutil
-import signal
-import sqlite3
 import time
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
+from tests.federated.blobs import killed
 
-from noshuffle import MinSeparation, Plan, Poisson
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused
-from noshuffle.federated import Rounds, ServerOptimizer, observed_participation
+from noshuffle import MinSeparation, Plan
+from noshuffle.errors import InvalidInput, NoshuffleError, ReuseRefused
+from noshuffle.federated import (
+    Rounds,
+    ServerOptimizer,
+    observed_participation,
+    read_log,
+    statement_for,
+)
 from noshuffle.federated.server_checks import checked_sum
 from noshuffle.noise import test_source as a_source
 from noshuffle.release.verify import verify
@@ -142,7 +144,7 @@ def test_limits_hold_and_few_are_enough_or_are_waited_for() -> None:
     for _ in range(10):
         work = rounds.begin(USERS[:5])
         if work is None:
-            assert rounds.server.round == rounds.server.ledger.released  # nobody charged
+            assert rounds.server.round == len(cohorts)  # nobody charged
             work = rounds.begin(USERS[10:])
             assert work is not None
         cohorts.append(work.users)
@@ -167,10 +169,7 @@ def test_stop_and_resume_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     straight = rounds_in(tmp_path / "a")
     for _ in range(9):
         expected = one_round(straight, silent=("user 3",)).parameters
-    stopped = rounds_in(tmp_path / "b")
-    for _ in range(4):
-        one_round(stopped, silent=("user 3",))
-    del stopped  # killed: nothing is closed
+    killed(lambda: [one_round(r, silent=("user 3",)) for r in [rounds_in(tmp_path / "b")] * 4])
     resumed = rounds_in(tmp_path / "b")
     assert resumed.resume() == ()
     for _ in range(5):
@@ -178,7 +177,7 @@ def test_stop_and_resume_is_the_run_that_never_stopped(tmp_path: Path) -> None:
     assert same(got, expected)
     for r, name in ((straight, "a"), (resumed, "b")):
         r.close()
-        assert verify(tmp_path / name).failures == ()
+        assert verify(tmp_path / name).refuted == ()
 
 
 @pytest.mark.parametrize("crash", ["after intent", "after some replies", "before checkpoint"])
@@ -191,38 +190,35 @@ def test_a_crash_skips_the_row_and_keeps_the_charge(tmp_path: Path, crash: str, 
             reference.abandon()
         else:
             expected = one_round(reference).parameters
-    run = rounds_in(tmp_path / "b")
+
+    def first() -> None:
+        run = rounds_in(tmp_path / "b")
+        for _ in range(at):
+            one_round(run)
+        work = run.begin(check_ins(at))
+        assert work is not None
+        if crash == "after some replies":
+            run.receive(work.users[0], delta_of(str(work.users[0]), at))
+        if crash == "before checkpoint":
+            run.save = lambda: None  # type: ignore[method-assign]
+            run.finish()
+
+    killed(first)
+    killed(lambda: rounds_in(tmp_path / "b").resume())  # a second crash changes nothing
+    again, before = rounds_in(tmp_path / "b"), rounds_in(None)
+    assert again.resume() == (at,)
     for _ in range(at):
-        one_round(run)
-    before = run.server.parameters()
-    work = run.begin(check_ins(at))
-    assert work is not None
-    if crash == "after some replies":
-        run.receive(work.users[0], delta_of(str(work.users[0]), at))
-    if crash == "before checkpoint":
-        run.save = lambda: None  # type: ignore[method-assign]
-        run.finish()
-    del run
-    resumed = rounds_in(tmp_path / "b")
-    assert resumed.resume() == (at,)
-    assert same(resumed.server.parameters(), before)
-    assert resumed.server.round == resumed.server.ledger.released == at + 1
-    charged = resumed.server.ledger.row(at).units
-    assert set(charged) == set(resumed.server.units(work.users))
-    again = rounds_in(tmp_path / "b")  # a second crash right after resuming changes nothing
-    again.resume()
+        one_round(before)
+    assert same(again.server.parameters(), before.server.parameters())
+    assert again.server.round == at + 1
+    asked = before.begin(check_ins(at))
+    assert asked is not None
+    assert set(read_log(tmp_path / "b")[at]) == set(again.server.units(asked.users))
     for _ in range(at + 1, 8):
         got = one_round(again).parameters
     assert same(got, expected)
     again.close()
-    assert verify(tmp_path / "b").failures == ()
-
-
-def test_two_servers_on_one_folder_cannot_use_one_row_twice(tmp_path: Path) -> None:
-    one, two = rounds_in(tmp_path / "a"), rounds_in(tmp_path / "a")
-    assert two.begin(check_ins(0)) is not None  # the newer life
-    with pytest.raises(ReplayRefused, match="another process"):
-        one.begin(check_ins(1))
+    assert verify(tmp_path / "b").refuted == ()
 
 
 def test_another_setting_or_kind_of_id_is_refused(tmp_path: Path) -> None:
@@ -240,28 +236,8 @@ def test_another_setting_or_kind_of_id_is_refused(tmp_path: Path) -> None:
         resumed.begin([1, 2, 3])
 
 
-def test_sampled_rounds_need_everybody_drawn() -> None:
-    plan = Plan.fit(Poisson(steps=4, rate=0.4), mechanism="identity", noise_multiplier=1.0,
-                    unit="user")  # fmt: skip
-    server = ServerOptimizer({"w": torch.zeros(2)}, plan, clip=1.0, cohort_size=4,
-                             optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0))  # fmt: skip
-    rounds = Rounds(server)
-    with pytest.raises(InvalidInput, match=r"server.sampler"):
-        rounds.begin(range(10))
-    sampler = server.sampler(10)
-    for t in range(4):
-        drawn = sampler.draw(t)
-        if len(drawn):
-            with pytest.raises(InvalidInput, match="have not checked in"):
-                rounds.begin(np.setdiff1d(np.arange(10), drawn[:1]))
-        work = rounds.begin(np.arange(10))
-        assert work is not None
-        assert list(work.users) == drawn.tolist()
-        rounds.finish()
-
-
-def test_a_round_torn_in_the_middle_goes_on_from_the_checkpoint(tmp_path: Path) -> None:
-    """Noise was added, then the update failed: nothing may follow but a resume, which skips."""
+def test_a_round_that_fails_half_way_ends_this_server(tmp_path: Path) -> None:
+    """Noise was added, then the update failed: the run is opened again, and passes the round."""
     rounds = rounds_in(tmp_path / "a")
     one_round(rounds)
     before = rounds.server.parameters()
@@ -273,55 +249,29 @@ def test_a_round_torn_in_the_middle_goes_on_from_the_checkpoint(tmp_path: Path) 
         patch.setattr(rounds.server.optimizer, "step", fail)
         with pytest.raises(RuntimeError, match="no memory"):
             one_round(rounds)
-    with pytest.raises(NoshuffleError, match="half-way"):
-        rounds.begin(check_ins(1))
-    with pytest.raises(NoshuffleError, match="half-way"):
-        rounds.abandon()
+    for use in (lambda: rounds.begin(check_ins(1)), rounds.abandon, rounds.save, rounds.resume):
+        with pytest.raises(NoshuffleError, match="half-way"):
+            use()
+    rounds.close()  # saves nothing, lets go of the folder
+    rounds = rounds_in(tmp_path / "a")
     assert rounds.resume() == (1,)
     assert same(rounds.server.parameters(), before)
     one_round(rounds)
     assert rounds.server.round == 3
 
 
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs a process that can be killed")
-def test_a_killed_process_leaves_a_run_that_resumes(tmp_path: Path) -> None:
-    """Not an exception but SIGKILL, right after work would have been sent."""
-    a_plan()  # what is cached is not worked out again in the child
-    child = os.fork()
-    if child == 0:
-        try:
-            run = rounds_in(tmp_path / "a")
-            one_round(run)
-            one_round(run)
-            run.begin(check_ins(2))
-            os.kill(os.getpid(), signal.SIGKILL)
-        finally:
-            os._exit(1)  # whatever went wrong: the tests are the parent's
-    _, status = os.waitpid(child, 0)
-    assert os.WIFSIGNALED(status)
-    assert os.WTERMSIG(status) == signal.SIGKILL
-    resumed, reference = rounds_in(tmp_path / "a"), rounds_in(None)
-    assert resumed.resume() == (2,)
-    for _ in range(2):
-        one_round(reference)
-    assert same(resumed.server.parameters(), reference.server.parameters())
-    assert reference.begin(check_ins(2)) is not None
-    reference.abandon()
-    assert same(one_round(resumed).parameters, one_round(reference).parameters)
-
-
 @pytest.mark.parametrize(
     ("given", "words"),
     [
-        ({"w": torch.zeros(4), "scale": torch.tensor(1.0)}, r"'w' of shape \(3,\), .* \(4,\)"),
-        ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "started with sums"),
-        ({"w": torch.zeros(3)}, "started with sums"),
-        (None, "with the optimizer SGD, the server has Adam"),
         (
-            {"lr": 0.25, "momentum": 0.9},
-            r"begun with the optimizer's lr = 0.5, the server has 0.25",
+            {"w": torch.zeros(4), "scale": torch.tensor(1.0)},
+            r'sums = .*"w": \[3\]}, .* "w": \[4\]}',
         ),
-        ({"lr": 0.5}, r"momentum = 0.9, .* has 0(\.0)?; build it as it was .*\['momentum'\] after"),
+        ({"v": torch.zeros(3), "scale": torch.tensor(1.0)}, "begun with sums"),
+        ({"w": torch.zeros(3)}, "begun with sums"),
+        (None, r"optimizer = SGD\(lr=0.5, momentum=0.9\), and now it is Adam"),
+        ({"lr": 0.25, "momentum": 0.9}, r"now it is SGD\(lr=0.25, momentum=0.9\)"),
+        ({"lr": 0.5}, r"now it is SGD\(lr=0.5\); build it as it was"),
     ],
 )
 def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words: str) -> None:
@@ -333,15 +283,11 @@ def test_another_model_or_optimizer_is_refused(tmp_path: Path, given: Any, words
     is_model = given is not None and "lr" not in given
     settings = given if given is not None and not is_model else {"lr": 0.5}
 
-    def resume() -> None:
-        server = ServerOptimizer(
-            given if is_model else fine, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
-            optimizer_fn=lambda p: kind(p, **settings),
-        )  # fmt: skip
-        Rounds(server).resume()
-
     with pytest.raises(InvalidInput, match=words):
-        resume()
+        ServerOptimizer(
+            given if is_model else fine, a_plan(), clip=1.0, cohort_size=4, run=tmp_path / "a",
+            optimizer_fn=lambda p: kind(p, **settings), source=a_source(seed=4),
+        )  # fmt: skip
 
 
 def test_a_rate_that_was_changed_on_the_way_is_the_rate_after_resume(tmp_path: Path) -> None:
@@ -353,7 +299,7 @@ def test_a_rate_that_was_changed_on_the_way_is_the_rate_after_resume(tmp_path: P
     resumed = rounds_in(tmp_path / "a")
     resumed.resume()
     assert resumed.server.optimizer.param_groups[0]["lr"] == 0.125
-    resumed.server.optimizer.param_groups[0]["lr"] = 0.25  # what the refusal advises
+    resumed.server.optimizer.param_groups[0]["lr"] = 0.25
     one_round(resumed)
     resumed.close()
     again = rounds_in(tmp_path / "a")
@@ -361,79 +307,39 @@ def test_a_rate_that_was_changed_on_the_way_is_the_rate_after_resume(tmp_path: P
     assert again.server.optimizer.param_groups[0]["lr"] == 0.25
 
 
-def test_a_state_of_an_earlier_version_has_no_settings_to_compare(tmp_path: Path) -> None:
-    one, two = rounds_in(tmp_path / "a"), rounds_in(tmp_path / "a")
-    state = one.server.state_dict()
-    del state["built"]
-    two.server.load_state_dict(state)
-    state["built"] = [{}, {}]
-    with pytest.raises(InvalidInput, match=r"2 groups of parameters in the optimizer, .* has 1"):
-        two.server.load_state_dict(state)
-
-
-@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs another process")
-def test_a_second_server_beside_a_live_one_gets_one_clear_line(tmp_path: Path) -> None:
+def test_a_second_server_beside_a_live_one_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """In another process: in the same one, the old server may be what a notebook left behind."""
-    a_plan()
-    words = f"a run goes on in {tmp_path / 'a'} already (process {os.getpid()})"
-
-    def elsewhere() -> str:
-        """What a process of its own is told."""
-        inside, outside = os.pipe()
-        child = os.fork()
-        if child == 0:
-            line = b"in"
-            try:
-                rounds_in(tmp_path / "a").resume()
-            except BaseException as error:
-                line = f"{type(error).__name__}: {error}".encode()
-            finally:
-                os.write(outside, line)
-                os._exit(0)
-        os.close(outside)
-        os.waitpid(child, 0)
-        with os.fdopen(inside, "rb") as told:
-            return told.read().decode()
-
+    monkeypatch.setattr("noshuffle.release.log._WAIT", 0.1)
     live = rounds_in(tmp_path / "a")
     assert live.begin(check_ins(0)) is not None
-    assert elsewhere().startswith("ReplayRefused: " + words)
-    assert elsewhere().startswith("ReplayRefused: " + words)
+
+    def elsewhere() -> None:
+        with pytest.raises(ReuseRefused, match="another process writes"):
+            rounds_in(tmp_path / "a")
+
+    killed(elsewhere)
     assert live.finish().asked == 4
-    assert live.server.round == 1
     live.close()
-    assert elsewhere() == "in"
-    dead = rounds_in(tmp_path / "a")
-    assert "already" in elsewhere()
-    del dead  # killed: nothing is closed
-    assert elsewhere() == "in"
+    assert rounds_in(tmp_path / "a").resume() == ()
 
 
-def sql(path: Path, command: str) -> None:
-    with sqlite3.connect(path / "ledger.sqlite") as db:
-        db.execute(command)
-    db.close()
-
-
-@pytest.mark.parametrize("kind", [str, int])
-def test_verify_works_out_the_prints_of_rounds(tmp_path: Path, kind: type) -> None:
-    rounds = rounds_in(tmp_path / "a")
-    for t in range(4):
-        users = [u if kind is str else int(u.split()[1]) for u in check_ins(t)]
-        assert rounds.begin(users) is not None
-        rounds.finish() if t != 2 else rounds.abandon()
-    rounds.close()
-    verdict = verify(tmp_path / "a")
-    assert (verdict.refuted, verdict.unchecked) == ((), ())
-    assert "the users of 4 rounds" in verdict.checked
-    hidden = shutil.copytree(tmp_path / "a", tmp_path / "hidden")
-    (hidden / "checkpoints/key.json").unlink()
-    assert verify(hidden).refuted == ()
-    assert "not checked: what needs the keys" in verify(hidden).words()
-    sql(tmp_path / "a", "UPDATE steps SET batch = x'00' WHERE step = 1")
-    assert (
-        "round 1 lists other users than those it was opened for" in verify(tmp_path / "a").refuted
-    )
+def test_a_fork_adds_up_with_the_run_that_it_ends(tmp_path: Path) -> None:
+    old = rounds_in(tmp_path / "a")
+    one_round(old)
+    old.close()
+    new = ServerOptimizer(
+        {"w": torch.zeros(3)}, a_plan(), clip=2.0, cohort_size=4, run=tmp_path / "b",
+        fork_of=tmp_path / "a", optimizer_fn=lambda p: torch.optim.SGD(p, lr=1.0),
+    )  # fmt: skip
+    spent = new.statement().epsilon
+    assert spent == pytest.approx(old.server.statement().epsilon)
+    new.step({"w": torch.zeros(3)}, cohort=["user 1"])
+    assert new.statement().epsilon > spent
+    assert statement_for(new, "user 2").epsilon == new.statement().epsilon  # perhaps in the old one
+    with pytest.raises(InvalidInput, match="has ended"):
+        rounds_in(tmp_path / "a")
 
 
 def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -452,7 +358,7 @@ def test_threads_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
     server, zero = rounds.server, {"w": torch.zeros(3), "scale": torch.tensor(0.0)}
     with ThreadPoolExecutor(3) as pool:
         list(pool.map(lambda i: server.step(zero, cohort=[f"user {i}"]), range(3)))
-    assert (most, server.round, server.ledger.released) == (1, 3, 3)
+    assert (most, server.round) == (1, 3)
     rounds.begin(USERS)
     with ThreadPoolExecutor(3) as pool:
         jobs = [pool.submit(rounds.finish) for _ in range(3)]

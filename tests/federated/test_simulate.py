@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from tests.federated.blobs import a_model, a_task
+from tests.federated.blobs import a_model, a_task, killed
 from torch import nn
 
 from noshuffle import MinSeparation, Plan
@@ -85,14 +85,14 @@ def test_stopped_and_resumed_is_bit_identical(tmp_path: Path, vectorise: bool) -
 
     settings: dict[str, Any] = {"vectorise": vectorise, "answers": answers}
     expected = go(a_run(tmp_path / "a"), **settings).parameters
-    go(a_run(tmp_path / "b"), until=5, **settings)
+    killed(lambda: go(a_run(tmp_path / "b"), until=5, **settings))
     resumed = a_run(tmp_path / "b")
     assert resumed.resume() == ()
     got = go(resumed, **settings)
     assert got.rounds == 7
     assert all(torch.equal(got.parameters[n], v) for n, v in expected.items())
     resumed.close()
-    assert verify(tmp_path / "b").failures == ()
+    assert verify(tmp_path / "b").refuted == ()
 
 
 def test_it_learns_and_tells() -> None:

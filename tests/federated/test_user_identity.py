@@ -1,4 +1,4 @@
-"""How users were told apart is a fact of the ledger and a sentence of the statement.
+"""How users were told apart is a fact of the log and a sentence of the statement.
 
 One id is not always one person: a device may claim another id at each check-in, and a SuperNode
 that nobody registered has a new key after each restart. The ε counts ids, so the statement must say
@@ -7,7 +7,6 @@ whose word they are.
 
 from __future__ import annotations
 
-import sqlite3
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,7 @@ from noshuffle import MinSeparation, Plan
 from noshuffle.errors import InvalidInput
 from noshuffle.federated import Rounds, ServerOptimizer
 from noshuffle.noise import test_source as a_source
-from noshuffle.release.facts import (
+from noshuffle.release.spending import (
     CLAIMED,
     GIVEN,
     REGISTERED,
@@ -47,7 +46,7 @@ def test_ids_of_the_caller(tmp_path: Path) -> None:
     rounds.close()
     assert fact(tmp_path) == GIVEN
     assert user_note(GIVEN) in saved(tmp_path)
-    assert verify(tmp_path).failures == ()
+    assert verify(tmp_path).refuted == ()
 
 
 def test_another_way_in_the_same_run_is_refused(tmp_path: Path) -> None:
@@ -67,8 +66,8 @@ def test_a_fact_that_was_changed_is_found(tmp_path: Path) -> None:
     assert rounds.begin(["ada"]) is not None
     rounds.finish()
     rounds.close()
-    with sqlite3.connect(tmp_path / "ledger.sqlite") as db:
-        db.execute("UPDATE meta SET value = ? WHERE name = 'user_identity'", (REGISTERED,))
+    log = tmp_path / "log.jsonl"
+    log.write_text(log.read_text().replace(CLAIMED, REGISTERED))
     assert verify(tmp_path).refuted
 
 

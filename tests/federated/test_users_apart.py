@@ -32,8 +32,8 @@ from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import trained_alone
 from noshuffle.noise import Source
 from noshuffle.noise import test_source as a_source
-from noshuffle.release.count_cost import bit_noise_for
 from noshuffle.release.spending import ADAPTIVE_CLIP
+from noshuffle.release.threshold import bit_noise_for
 from noshuffle.strategies import tree
 
 LOCAL = LocalTraining(learning_rate=5.0, steps=2, epochs=2)

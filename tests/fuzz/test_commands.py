@@ -58,7 +58,6 @@ BASE = {
     "plan": ["--steps", "8", "--mechanism", "tree"],
     "epsilon": ["--steps", "8", "--mechanism", "tree", "--noise-multiplier", "2"],
     "verify": ["."],
-    "watch": [".", "--once"],
     "seal": ["."],
     "audit": ["plan.json"],
     "report": ["."],
@@ -90,7 +89,6 @@ def tried(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> int | Non
     return status
 
 
-@pytest.mark.filterwarnings("ignore::noshuffle.release.repeated.RepeatedFit")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_hostile_values(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     chance, refused = random.Random(command), 0
@@ -103,7 +101,6 @@ def test_hostile_values(command: str, capsys: pytest.CaptureFixture[str]) -> Non
     assert refused > 0 or command in ("verify", "seal", "report", "reproduce")
 
 
-@pytest.mark.filterwarnings("ignore::noshuffle.release.repeated.RepeatedFit")
 @pytest.mark.parametrize("command", COMMANDS)
 def test_hostile_lines(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Several options at once, arguments that are too many or too few, options of others."""

@@ -17,13 +17,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from tests.fuzz.damage import EXAMPLES, ODD, check_one_line, counted, damaged, spoiled
-from tests.release import folders
+from tests.fuzz.damage import EXAMPLES, ODD, check_one_line, counted, spoiled
 
-from noshuffle import MinSeparation, Plan
+from noshuffle import MinSeparation, Plan, PrivateSum, SinglePass
 from noshuffle.errors import NoshuffleError
 from noshuffle.federated import Rounds, ServerOptimizer
-from noshuffle.release import checkpoint
+from noshuffle.release.folder import load
 from noshuffle.strategies import identity
 
 
@@ -118,47 +117,24 @@ def test_replies_of_strangers(replies: list[tuple[int, Any, Any, Any]]) -> None:
     assert length <= 2 / 2 * (1 + 1e-6)
 
 
-def documents(state: Any) -> Any:
-    """A state with its tensors as they are, and everything else as lists and dictionaries."""
-    if isinstance(state, dict):
-        return {key: documents(value) for key, value in state.items()}
-    return [documents(value) for value in state] if isinstance(state, tuple | list) else state
-
-
-def test_states_of_strangers() -> None:
-    """A damaged state is refused, or the run still costs what it did and goes on by its rules."""
-    chance = random.Random(3)
-    private = folders.train(folders.open_run(None), stop=6)
-    kept, spent = documents(private.state_dict()), private.epsilon
-    taken = 0
-    for _ in range(60 * EXAMPLES):
-        state = damaged(kept, chance)
-        try:
-            private.load_state_dict(state)
-            taken += 1
-        except NoshuffleError as error:
-            check_one_line(error)
-        assert private.epsilon == spent
-        assert private.steps_released == 6
-        private.load_state_dict(kept)
-    assert taken < 60 * EXAMPLES
-
-
 def test_checkpoints_of_strangers(tmp_path: Path) -> None:
     chance = random.Random(4)
-    state = folders.train(folders.open_run(None), stop=6).state_dict()
-    path = checkpoint.save(state, tmp_path)
-    files = {name: (path / name).read_bytes() for name in ("state.pt", "model.safetensors")}
+    sums = PrivateSum(Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=1.0), clip=1.0,
+                      shape=(3,), run=tmp_path / "run")  # fmt: skip
+    sums.add(np.ones((1, 3)), ids=[1])
+    path = sums.save()
+    names = ("state.pt", "secret.pt", "model.safetensors")
+    files = {name: (path / name).read_bytes() for name in names}
     torch.save({"step": Exploit(tmp_path / "owned")}, path / "state.pt")
     with pytest.raises(NoshuffleError):
-        checkpoint.load(path)
+        load(path, with_secret=True)
     for _ in range(60 * EXAMPLES):
         for name, data in files.items():
             (path / name).write_bytes(data)
         name = chance.choice([*files])
         (path / name).write_bytes(spoiled(files[name], chance))
         try:
-            found = checkpoint.load(path)
+            found = load(path, with_secret=True)
         except NoshuffleError as error:
             check_one_line(error)
         else:

@@ -25,12 +25,12 @@ DROPPED = {
     **dict.fromkeys(("seconds", "fit_seconds", "began", "rounds_per_second"), "times"),
     **dict.fromkeys(("plan_hash", "name", "format", "version", "digest", "link"), "forms, digests"),
     **dict.fromkeys(
-        ("assumptions", "checked", "unchecked", "not_private", "words", "why", "notes", "found"),
+        ("assumptions", "unchecked", "not_private", "words", "why", "notes", "found"),
         "sentences, which are written anew",
     ),
     **dict.fromkeys(
         (
-            "individual", "pure", "lives", "exposed", "baseline_accuracy", "settings",
+            "individual", "pure", "baseline_accuracy", "settings",
             "progressive_score_not_private", "reserved_epsilon",
         ),
         "parts that go, and settings of which many go",

@@ -296,11 +296,9 @@ def forked(mechanism: str, where: str, steps: tuple[int, ...]) -> Facts:
     plan = ns.Plan.fit(part, mechanism=GIVEN[mechanism], noise_multiplier=4.0, delta=DELTA)
     found: Facts = {}
     with TemporaryDirectory() as place:
-        run: Any = Path(place) / "0"
         for number, count in enumerate(steps):
-            if number:
-                run = fork(Path(place) / str(number - 1), Path(place) / str(number))
-            with_run = _sums(plan, run)
+            old, new = (Path(place) / str(number - i) for i in (1, 0))
+            with_run = _sums(plan, new, old if number else None)
             for _ in range(count):
                 with_run.add(np.zeros(0), **_ids(with_run, part))
             said = with_run.statement()
@@ -311,21 +309,15 @@ def forked(mechanism: str, where: str, steps: tuple[int, ...]) -> Facts:
     return found
 
 
-def _sums(plan: ns.Plan, run: Any) -> ns.PrivateSum:
+def _sums(plan: ns.Plan, run: Path, old: Path | None) -> ns.PrivateSum:
     from noshuffle.noise import test_source
 
-    return ns.PrivateSum(plan, clip=1.0, run=run, source=test_source(seed="fork"))
+    source = test_source(seed="fork")
+    return ns.PrivateSum(plan, clip=1.0, run=run, fork_of=old, source=source)
 
 
 def _ids(sums: ns.PrivateSum, part: Participation) -> dict[str, Any]:
     return {"ids": ()} if not part.is_sampled else {}
-
-
-def fork(old: Path, new: Path) -> Any:
-    """The one name here that a rewrite is to replace: a new run that adds up with an old one."""
-    from noshuffle.release.opening import fork
-
-    return fork(old, new)
 
 
 def gaussian() -> Facts:

@@ -11,10 +11,9 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import noshuffle as ns
-from noshuffle.errors import InvalidInput, ParticipationViolation, Unsupported
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.training import privatize
-from noshuffle.training.check import ProbablyNotMeant
 
 pl = pytest.importorskip("pytorch_lightning")
 from noshuffle.integrations.lightning import PrivateCallback, trained_part  # noqa: E402
@@ -108,15 +107,23 @@ def fit(
     return private.private
 
 
-def by_hand(parts, *, is_loop):
+def places(batch):
+    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
+    return [index[tuple(x.flatten().tolist())] for x in batch[0]]
+
+
+def by_hand(parts, *, is_loop, epochs=2, lost=()):
     """`private.step` in parts, or `loss.backward(); private.optimizer.step()`."""
-    model, plan = cnn(), planned(-(-5 // parts))
+    model, plan = cnn(), planned(-(-5 // parts), epochs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     size = {"clip_norm": 0.5, "batch_size": 4 * parts, "source": test_source(seed=1)}
     private = privatize(model, optimizer, plan, **size)
-    for _ in range(2):
+    for _ in range(epochs):
         for start in range(0, 18, 4 * parts):
+            if private.steps_released in lost:
+                private.skip()
+                continue
             if is_loop:
                 for at in range(start, min(start + 4 * parts, 18), 4):
                     rows = slice(at, min(at + 4, 18))
@@ -149,16 +156,24 @@ class Stop(pl.Callback):
 
 
 @pytest.mark.parametrize("parts", [1, 2])
-def test_the_same_as_by_hand_stopped_and_resumed_to_the_bit(tmp_path, parts):
+def test_the_same_as_by_hand_to_the_bit(tmp_path, parts):
     whole = fit(tmp_path, Module(), parts=parts)
     agree(whole.model, by_hand(parts, is_loop=True), **EXACT)
     agree(whole.model, by_hand(parts, is_loop=False), rtol=1e-5, atol=1e-6)
-    run, stop = tmp_path / "run", 1 if parts == 2 else 7
+    assert whole.epsilon == whole.plan.epsilon()
+
+
+@pytest.mark.parametrize(("parts", "stop"), [(1, 7), (2, 4), (1, 5)])
+def test_a_stopped_run_goes_on_with_the_next_epoch(tmp_path, parts, stop):
+    length = -(-5 // parts)
+    how = {"plan": planned(length, 3), "parts": parts, "max_epochs": 3, "ids": places}
+    run = tmp_path / "run"
     with pytest.raises(RuntimeError, match="killed"):
-        fit(tmp_path, Module(), parts=parts, run=run, extra=[Stop(stop)])
-    again = fit(tmp_path, Module(seed=5), parts=parts, run=run)
-    assert again.steps_released == again.plan.steps
-    agree(again.model, whole.model, **EXACT)
+        fit(tmp_path, Module(), run=run, extra=[Stop(stop)], **how)
+    again = fit(tmp_path, Module(seed=5), run=run, **how)
+    assert again.steps_released == again.plan.steps == 3 * length
+    lost = range(stop, -(-stop // length) * length)
+    agree(again.model, by_hand(parts, is_loop=True, epochs=3, lost=lost), **EXACT)
     assert again.epsilon == again.plan.epsilon()
 
 
@@ -192,14 +207,8 @@ def test_which_module_is_heard(tmp_path):
 
 
 def test_ids_and_half_precision(tmp_path):
-    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
-    private = fit(
-        tmp_path,
-        Module(),
-        ids=lambda batch: [index[tuple(x.flatten().tolist())] for x in batch[0]],
-        precision="bf16-mixed",
-    )
-    assert private.ledger.identified_by == "ids"
+    private = fit(tmp_path, Module(), ids=places, precision="bf16-mixed")
+    assert private.statement().participation_checked
     assert private.steps_released == 10
 
 
@@ -230,11 +239,10 @@ def test_clips_by_hand_are_warned_of_and_several_terms_are_read(tmp_path):
 
 def test_independent_noise_may_be_shuffled_and_a_callback_is_for_one_fit(tmp_path):
     plan = ns.Plan.fit(ns.Epochs(2, 5), mechanism="identity", noise_multiplier=0.5)
-    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
-    own = {"ids": lambda batch: [index[tuple(x.flatten().tolist())] for x in batch[0]]}
-    assert fit(tmp_path, Module(), plan=plan, shuffle=True, **own).steps_released == 10
-    with pytest.raises(InvalidInput, match="only units can be followed"):
-        fit(tmp_path, Module(), plan=plan, shuffle=True)
+    for ids in (places, None):
+        made = fit(tmp_path, Module(), plan=plan, shuffle=True, ids=ids)
+        assert made.steps_released == 10
+        assert made.statement().participation_checked is (ids is not None)
     private = PrivateCallback(planned(5), clip_norm=0.5, batch_size=4, source=test_source(seed=1))
     for times in range(2):
         trainer = pl.Trainer(
@@ -350,27 +358,3 @@ def test_a_loader_that_begins_again_within_an_epoch_is_refused(tmp_path):
     with pytest.raises(InvalidInput, match="shuffles its data anew"):
         fitted(24, shuffle=True)
     assert fitted(24) == 12
-
-
-class Turned(torch.utils.data.Sampler):
-    """The rows of a stream that is turned a little further in every pass; nobody is told."""
-
-    def __init__(self):
-        self.passes = 0
-
-    def __iter__(self):
-        self.passes += 1
-        return iter((torch.arange(len(X)) + self.passes).remainder(len(X)).tolist())
-
-    def __len__(self):
-        return len(X)
-
-
-def test_rows_that_a_second_pass_puts_together_anew_are_refused(tmp_path):
-    """By content its batches are new ones, and a plan without epochs has none to compare with."""
-    plan = ns.Plan.fit(ns.MinSeparation(10, 3, 2), mechanism="tree", noise_multiplier=0.5)
-    callback = PrivateCallback(plan, clip_norm=0.5, batch_size=4)
-    loader = DataLoader(TensorDataset(X, Y), batch_size=4, sampler=Turned())
-    trainer = pl.Trainer(callbacks=[callback], default_root_dir=tmp_path, max_epochs=2, **SETTINGS)
-    with pytest.raises(ParticipationViolation, match="step 5"):
-        trainer.fit(Module(), loader)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from tests.mutants.mutant import Mutant
 
-PLAN = ("tests/test_plan.py",)
+PLAN = ("tests/plan/test_plan.py",)
 SENSITIVITY = ("tests/strategies/test_sensitivity.py", "tests/strategies/test_contract.py")
 TREE = ("tests/strategies/test_tree_sensitivity.py", "tests/strategies/test_tree_release.py")
-VERIFY = ("tests/release/test_tampering.py", "tests/release/test_verify.py")
 GAUSSIAN = ("tests/accounting/test_gaussian.py", "tests/accounting/test_calibrate.py")
 
 ENDLESS = ("tests/strategies/test_endless.py",)
@@ -63,7 +62,7 @@ PROMISES = (
     ),
     Mutant(
         "replace-one charged as zero-out",
-        "plan.py",
+        "plan/guarantee.py",
         'return 2.0 if is_swap or neighbours == "replace-one" else 1.0',
         "return 1.0",
         PLAN,
@@ -79,7 +78,7 @@ PROMISES = (
     ),
     Mutant(
         "an own recipe is not held against its encoder",
-        "plan.py",
+        "plan/guarantee.py",
         "check_custom(self.strategy, self.steps)",
         "pass",
         ("tests/strategies/test_custom.py",),
@@ -116,46 +115,6 @@ PROMISES = (
         '"both": ("add",),',
         ("tests/accounting/test_fourier.py", "tests/accounting/test_accounting_oracles.py"),
         "accounting",
-    ),
-    Mutant(
-        "the chain is not checked",
-        "release/ledger_tables.py",
-        "if broken is not None:",
-        "if False:",
-        VERIFY,
-        "chain",
-    ),
-    Mutant(
-        "facts beside the chain are believed",
-        "release/ledger_tables.py",
-        "if meta.get(name) != chained.get(name):",
-        "if False:",
-        VERIFY,
-        "chain",
-    ),
-    Mutant(
-        "a replaced model is PROVED",
-        "release/file_checks.py",
-        "elif name := _unless_unreadable(found, path, checkpoint.changed, path, noted[step]):",
-        'elif name := "":',
-        VERIFY,
-        "evidence",
-    ),
-    Mutant(
-        "rows cut from the end of a ledger are not missed",
-        "release/ledger_tables.py",
-        'yield f"row {rows} of the ledger is not the one that statement.json was written after"',
-        "yield from ()",
-        VERIFY,
-        "evidence",
-    ),
-    Mutant(
-        "verify does not replay who took part",
-        "release/evidence_checks.py",
-        "LEDGER_CHECKS = (chain, facts, steps, units,",
-        "LEDGER_CHECKS = (chain, facts, steps,",
-        VERIFY,
-        "evidence",
     ),
     Mutant(
         "noise without an end: one participation for all of them",
@@ -207,10 +166,10 @@ PROMISES = (
     ),
     Mutant(
         "secret positions are drawn anew by the next process",
-        "release/sampler_kinds.py",
+        "release/sampler.py",
         "_scaled(self._words(0, self.population), self",
-        "_scaled(self._words(0, self.population, key_of=self.start), self",
-        ("tests/federated/test_secret_cohorts.py",),
+        "_scaled(self._words(self.start, self.population), self",
+        ("tests/release/test_release.py", "tests/release/test_sampler.py"),
         "P3",
     ),
 )

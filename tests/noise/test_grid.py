@@ -109,8 +109,8 @@ def test_it_is_the_equation_in_fractions(
 @pytest.mark.parametrize("kind", ["aes", "philox"])
 def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) -> None:
     """The noise of a stream without grid, then the equation, element by element, in all paths."""
-    source, shapes, start = test_source(seed=name, kind=kind), {"w": (TILE,)}, 300
-    options = {"scale": 0.37, "steps": 12, "starts": {"w": start}}
+    source, shapes = test_source(seed=name, kind=kind), {"w": (2 * TILE,)}
+    options = {"scale": 0.37, "steps": 12}
     stream = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     bare = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     layout = Layout.of({"w": (2 * TILE,)}, chunk_tiles=2)
@@ -118,7 +118,8 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
     plans = StepPlans.of(RECIPES[name])
     for t in range(12):
         plan = plans.at(t)
-        x, noise = torch.randn(TILE, generator=torch.Generator().manual_seed(t)), torch.zeros(TILE)
+        x = torch.randn(2 * TILE, generator=torch.Generator().manual_seed(t))
+        noise = torch.zeros(2 * TILE)
         got = x.clone()
         stream.add_({"w": got})
         with pytest.MonkeyPatch.context() as patch:
@@ -128,8 +129,8 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
         drawer.draw_(torch.empty(2, TILE), chunk=0, row=row, weight=1.0, accumulate=False, worker=0)
         words: NDArray[np.int32] = drawer.scratch[0].numpy()  # type: ignore[attr-defined]
         step = grid_of(plan, scale=0.37)
-        for j in (0, 1, 255, 400, 723, 724, 725, 1000, TILE - 1):
-            tile, element = divmod(start + j, TILE)
+        for j in (0, 1, 255, 400, 723, 724, 725, 1000, TILE - 1, TILE, 2 * TILE - 1):
+            tile, element = divmod(j, TILE)
             u = coin_of(words[tile], element)
             assert float(got[j]) == slow(float(x[j]), float(noise[j]), u, step, digits=24)
             assert float(got[j]) % step == 0

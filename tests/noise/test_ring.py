@@ -22,6 +22,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source, native, test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.step_plan import StepPlans, rows_used
+from noshuffle.strategies.blt import two_sided
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
@@ -30,7 +31,6 @@ from noshuffle.strategies.recipe import (
     Recursive,
     Rows,
 )
-from noshuffle.strategies.two_sided import two_sided
 
 N, SCALE, SIZE = 12, 1.7, 20_000
 SHAPES: dict[str, tuple[int, ...]] = {"w": (7, 300), "b": (3,), "none": (0, 4)}

@@ -74,7 +74,6 @@ RECIPES: dict[str, Recipe] = {
     "honaker completed": Forest("honaker", N, 3, True),
 }
 SHAPES: dict[str, tuple[int, ...]] = {"w": (7, 100), "b": (3,), "none": (0, 4)}
-STARTS = {"w": 700}
 SCALE = 0.37
 
 
@@ -98,12 +97,12 @@ def source_of(ring: Sequence[int]) -> Source:
 
 def twin_of(recipe: Recipe, ring: Sequence[int] = ()) -> NoiseStream:
     source = source_of(ring)
-    return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N, starts=STARTS)
+    return NoiseStream(recipe, source, SHAPES, scale=SCALE, steps=N)
 
 
 def fused_of(recipe: Recipe, ring: Sequence[int] = (), **settings: object) -> Fused:
     plans, source = StepPlans.of(recipe), source_of(ring)
-    layout = Layout.of(SHAPES, starts=STARTS, chunk_tiles=CPU_CHUNK)
+    layout = Layout.of(SHAPES, chunk_tiles=CPU_CHUNK)
     state = torch.zeros((plans.buffers, layout.tiles, TILE), device=DEVICE)
     settings = {"scale": SCALE, "steps": N} | settings
     return Fused(plans, layout=layout, source=source, state=state, **settings)  # type: ignore[arg-type]

@@ -74,7 +74,7 @@ def test_it_has_the_bits_of_the_chunks(name: str, threads: int, kind: torch.dtyp
     try:
         torch.set_num_threads(threads)
         times = 1.0 if threads == 1 else 1 / 250
-        options = {"shapes": shapes, "times": times, "starts": {"b": 1022, "w": 77}, "kind": kind}
+        options = {"shapes": shapes, "times": times, "kind": kind}
         fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
         assert len(fast) == len(slow) >= 8 * len(shapes)
         assert all(torch.equal(a, b) for a, b in zip(fast, slow))
@@ -86,12 +86,11 @@ def test_it_has_the_bits_of_the_chunks(name: str, threads: int, kind: torch.dtyp
 @settings(max_examples=40, deadline=None)
 @given(
     st.integers(1, 5000),
-    st.integers(0, 5000),
     st.sampled_from(sorted(RECIPES)),
     st.sampled_from([torch.float32, torch.float64]),
 )
-def test_any_size_and_any_start(size: int, start: int, name: str, kind: torch.dtype) -> None:
-    options = {"shapes": {"w": (size,)}, "times": 1 / 3, "starts": {"w": start}, "kind": kind}
+def test_any_size(size: int, name: str, kind: torch.dtype) -> None:
+    options = {"shapes": {"w": (size,)}, "times": 1 / 3, "kind": kind}
     fast, slow = (steps(RECIPES[name], in_chunks=c, **options) for c in (False, True))
     assert all(torch.equal(a, b) for a, b in zip(fast, slow))
 

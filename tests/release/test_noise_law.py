@@ -24,11 +24,12 @@ CASES = {
 
 def released_noise(plan: Plan, *, coordinates: int) -> np.ndarray:
     """What leaves when nobody takes part: noise alone, steps × coordinates."""
-    release = Release.begin(plan, {"w": (coordinates,)}, clip=CLIP)
+    release = Release(plan, {"w": (coordinates,)}, clip=CLIP)
     nobody, rows = release.identify(np.empty(0, dtype=np.int64)), []
-    for step in range(plan.steps):
-        values = {"w": torch.zeros(coordinates)}
-        release.close(release.admit(step, nobody), values)
+    for _ in range(plan.steps):
+        values, ticket = {"w": torch.zeros(coordinates)}, release.admit(nobody)
+        release.close(ticket, values)
+        release.finish(ticket)
         rows.append(values["w"].double().numpy())
     return np.array(rows)
 

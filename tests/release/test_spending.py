@@ -11,9 +11,15 @@ from noshuffle.accounting import gaussian
 from noshuffle.errors import InvalidInput
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.facts import OTHER_RUNS, notes_of
-from noshuffle.release.spending import ADAPTIVE_CLIP, Ancestor, spent
-from noshuffle.statement import of_stops
+from noshuffle.plan.statement import of_stops
+from noshuffle.release.spending import (
+    ADAPTIVE_CLIP,
+    OTHER_RUNS,
+    OWN_LOG,
+    Ancestor,
+    notes_of,
+    spent,
+)
 from noshuffle.strategies import identity, tree
 
 
@@ -102,12 +108,11 @@ def test_a_stopped_run_says_that_no_result_stopped_it():
 
 
 def test_facts_become_sentences():
-    plain = {"test_key": "no", "identified_by": "ids", "adaptive_clip": "no"}
-    assert notes_of(plain) == (OTHER_RUNS,)
+    plain = {"test_key": "no", "adaptive_clip": "no"}
+    assert notes_of(plain) == (OTHER_RUNS, OWN_LOG)
     said = notes_of(
         {
             "test_key": "yes",
-            "identified_by": "fingerprints",
             "unchanged_loop": "yes",
             "adaptive_clip": "yes",
         }
@@ -119,14 +124,14 @@ def test_facts_become_sentences():
             **plain,
             "ids": "names",
             "initial": "ImageNet",
-            "lives": "3",
-            "first": "0.0",
-            "last": "86400.0",
+            "starts": "3",
+            "first": "1970-01-01",
+            "last": "1970-01-02",
             "version": "9",
             "torch": "8",
             "records": "77",
             "clip": "Flat(1)",
-            "batch_size": "5",
+            "divisor": "5",
             "noise_scale": "2.5",
         }
     )

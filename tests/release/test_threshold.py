@@ -17,7 +17,8 @@ from noshuffle.noise import NoiseStream, test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.participation import Epochs, MinSeparation, Poisson
 from noshuffle.plan import Plan
-from noshuffle.release.keys import KeyRing
+from noshuffle.release.keys import Keys
+from noshuffle.release.release import Release
 from noshuffle.release.threshold import COUNT, AdaptiveThreshold
 from noshuffle.strategies import identity, sqrt_toeplitz, tree
 from noshuffle.strategies.recipe import FeedForward
@@ -67,14 +68,14 @@ def test_the_budget_is_the_plans():
     ]
     for rule, strategy in rules:
         plan = Plan(participation=rule, strategy=strategy, noise_multiplier=1.5)
-        threshold = AdaptiveThreshold(CONFIG, plan, KeyRing.new(test_source(seed=1)))
+        threshold = AdaptiveThreshold(CONFIG, plan)
         z = threshold.noise_scale(plan, ("w",))
         gradients = plan.sensitivity.squared / z**2
         counts = rule.most * (0.5 / CONFIG.noise) ** 2
         assert math.sqrt(gradients + counts) == pytest.approx(plan.mu(), rel=1e-12)
         assert z > 1.5
     plan = Plan(participation=Poisson(steps=9, rate=0.1), strategy=identity(), noise_multiplier=1.5)
-    z = AdaptiveThreshold(CONFIG, plan, KeyRing.new(test_source(seed=1))).noise_scale(plan, ("w",))
+    z = AdaptiveThreshold(CONFIG, plan).noise_scale(plan, ("w",))
     assert z**-2 + (2 * CONFIG.noise) ** -2 == pytest.approx(1.5**-2)
 
 
@@ -110,17 +111,31 @@ def test_a_batch_in_parts_is_counted_as_a_whole():
     assert whole._parts.threshold.state == parts._parts.threshold.state
 
 
-def test_state_comes_back():
+def test_the_clip_norm_comes_back_from_the_folder(tmp_path):
     rule = Epochs(epochs=4, steps_per_epoch=4)
     plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
-    one, _ = run(plan, 5)
-    state = one.state_dict()
-    one._parts.threshold.load_state_dict({"threshold": 9.0, "estimate": 9.0})
-    one.load_state_dict(state)
-    assert one._parts.threshold.state_dict() == state["threshold"]
-    two, _ = run(plan, 0)
-    with pytest.raises(InvalidInput, match="the ledger knows of 0"):
-        two.load_state_dict(state)
+
+    def opened():
+        return Release(plan, {"w": (2,)}, clip=CONFIG, divisor=8, run=tmp_path / "run")
+
+    def step(release):
+        t = release.step
+        ticket = release.admit(release.identify([t]))
+        norms = SimpleNamespace(norms=torch.rand(8), present=None)
+        release.close(ticket, {"w": torch.zeros(2)}, sums=[norms])
+        release.finish(ticket)
+
+    one = opened()
+    for _ in range(3):
+        step(one)
+    one.save({"model": {}})
+    step(one)
+    one.log.close()
+    two = opened()
+    two.restore()
+    assert two.step == 4
+    assert two.threshold.state_dict() != AdaptiveThreshold(CONFIG, plan).state_dict()
+    step(two)
 
 
 def test_refused_where_noise_is_correlated_over_the_whole_run():
@@ -131,10 +146,12 @@ def test_refused_where_noise_is_correlated_over_the_whole_run():
             run(plan, 0)
 
 
-def threshold(config, *, seed, kind="auto"):
+def threshold(config, *, seed):
     rule = Epochs(epochs=1, steps_per_epoch=1000)
     plan = Plan(participation=rule, strategy=identity(), noise_multiplier=1.0)
-    return AdaptiveThreshold(config, plan, KeyRing.new(test_source(seed=seed, kind=kind)))
+    own = AdaptiveThreshold(config, plan)
+    own.keys = Keys.new(test_source(seed=seed))
+    return own
 
 
 def noisy_count(config, before, after):

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 
 import noshuffle as ns
-from noshuffle.release.opening import fork
 from noshuffle.report import federated, page, plots, read_run
 
 Drawn = list[int]
@@ -31,9 +30,9 @@ def drawn(monkeypatch: pytest.MonkeyPatch) -> Drawn:
     return found
 
 
-def sums(plan: ns.Plan, folder: object, steps: int) -> ns.PrivateSum:
+def sums(plan: ns.Plan, run: Path, steps: int, fork_of: Path | None = None) -> ns.PrivateSum:
     """A run of so many steps, one unit in each (or those that are drawn), still open."""
-    made = ns.PrivateSum(plan, clip=1.0, shape=(), run=folder)
+    made = ns.PrivateSum(plan, clip=1.0, shape=(), run=run, fork_of=fork_of)
     drawn = made.sampler(100) if plan.participation.is_sampled else [[i] for i in range(steps)]
     for ids, _ in zip(drawn, range(steps)):
         made.add(np.ones(len(ids)), ids=ids)
@@ -43,7 +42,7 @@ def sums(plan: ns.Plan, folder: object, steps: int) -> ns.PrivateSum:
 def test_no_curve_of_its_plan_bounds_a_fork(tmp_path: Path, drawn: Drawn) -> None:
     plan = ns.Plan.fit(ns.SinglePass(steps=4), mechanism="tree", epsilon=2.0, delta=1e-5)
     sums(plan, tmp_path / "parent", 4).close()
-    sums(plan, fork(tmp_path / "parent", tmp_path / "child"), 3).close()
+    sums(plan, tmp_path / "child", 3, tmp_path / "parent").close()
     page(read_run(tmp_path / "child"))
     assert not drawn  # the plan has the part of the fork alone
     page(read_run(tmp_path / "parent"))
@@ -61,7 +60,7 @@ def test_the_page_of_a_fork_without_mu_counts_its_parent(
     plain = ns.Plan.fit(ns.SinglePass(4), noise_multiplier=2.0, neighbours="add-remove")
     parent, child = (sampled, plain) if has_sampled_parent else (plain, sampled)
     sums(parent, tmp_path / "parent", parent.steps).close()
-    sums(child, fork(tmp_path / "parent", tmp_path / "child"), child.steps).close()
+    sums(child, tmp_path / "child", child.steps, tmp_path / "parent").close()
     run = read_run(tmp_path / "child")
     assert run.statement["mu"] is None
     epsilon, delta, alpha = run.statement["epsilon"], run.statement["delta"], 0.01
@@ -78,7 +77,7 @@ def test_no_curve_of_its_plan_bounds_a_federated_fork(tmp_path: Path, drawn: Dra
         ns.SinglePass(steps=4), mechanism="tree", epsilon=2.0, delta=1e-5, unit="user"
     )
     sums(plan, tmp_path / "parent", 4).close()
-    sums(plan, fork(tmp_path / "parent", tmp_path / "child"), 4).close()
+    sums(plan, tmp_path / "child", 4, tmp_path / "parent").close()
     run = read_run(tmp_path / "child")
     told = [caption for _, caption in federated.figures(run)]
     assert not drawn

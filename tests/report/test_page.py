@@ -12,9 +12,11 @@ import pytest
 from matplotlib import pyplot
 from matplotlib.figure import Figure
 
+from noshuffle import PrivateSum
 from noshuffle.cli import main
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
+from noshuffle.plan.statement import UNCHECKED
 from noshuffle.report import page, plots, read_run
 from noshuffle.report.audit import section
 from noshuffle.report.run import RunRecord
@@ -28,12 +30,10 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     return read_run(path)
 
 
-def cut_off(run: RunRecord, *, released: int, in_ledger: int) -> RunRecord:
+def cut_off(run: RunRecord, *, released: int) -> RunRecord:
     """The record of the same run, had it been killed."""
     said = run.plan.statement(steps=released).to_dict()
-    return replace(
-        run, statement={**said, "released_steps": released}, summary={}, ledger_steps=in_ledger
-    )
+    return replace(run, statement=said, released=released, summary={})
 
 
 def test_a_run_that_was_cut_off_shows_what_it_has_spent(
@@ -47,18 +47,16 @@ def test_a_run_that_was_cut_off_shows_what_it_has_spent(
         return curve(plan, last=last)
 
     monkeypatch.setattr(plots, "epsilon_curve", noted)
-    text = page(cut_off(run, released=3, in_ledger=5))
+    text = page(cut_off(run, released=3))
     assert drawn == [3]
     assert f"3 of {run.plan.steps} steps" in text
-    assert "The ledger has 5 steps, the statement covers 3" in text
     whole = page(run)
     assert drawn == [3, run.plan.steps]
-    assert "The ledger has" not in whole
     assert f"{run.plan.steps} of" not in whole
 
 
 def test_misses_follow_from_the_statement_not_from_the_whole_plan(run: RunRecord) -> None:
-    part = cut_off(run, released=3, in_ledger=3)
+    part = cut_off(run, released=3)
     alphas = [0.01, 0.1, 0.5]
     assert part.least_misses(alphas).tolist() == run.plan.tradeoff(alphas, steps=3).tolist()
     assert (part.least_misses(alphas) > run.least_misses(alphas)).all()
@@ -79,6 +77,18 @@ def test_a_page_of_a_run_that_is_not_private_promises_nothing(run: RunRecord) ->
     ):
         assert promise in page(run), promise
         assert promise not in text, promise
+
+
+def test_a_page_says_beside_epsilon_that_nobody_checked_who_took_part(tmp_path: Path) -> None:
+    plan = Plan.fit(Epochs(2, 2), mechanism="tree", noise_multiplier=4.0)
+    told = {}
+    for ids in (None, [0]):
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / str(ids))
+        sums.add([1.0], ids=ids)
+        sums.close()
+        told[ids is None] = page(read_run(tmp_path / str(ids)))
+    assert UNCHECKED in told[True]
+    assert UNCHECKED not in told[False]
 
 
 def test_a_page_asks_nobody_and_its_pictures_have_names(run: RunRecord) -> None:
@@ -149,8 +159,7 @@ def test_names_of_lines_stay_near_their_lines() -> None:
 def test_a_page_says_what_its_neighbours_differ_in(run: RunRecord, neighbours: str) -> None:
     """Of replaced units it said "took part or not", and somebody takes part either way."""
     plan = replace(run.plan, neighbours=neighbours)
-    said = {**plan.statement().to_dict(), "released_steps": plan.steps}
-    text = page(replace(run, plan=plan, statement=said))
+    text = page(replace(run, plan=plan, statement=plan.statement().to_dict()))
     is_swap = neighbours == "replace-one"
     for words in ("took part or not", "Whoever guesses who took part", "whether one unit took"):
         assert (words in text) != is_swap

@@ -21,8 +21,8 @@ import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import recipe as recipes
+from noshuffle.strategies.blt import two_sided
 from noshuffle.strategies.registry import _BUILT_IN
-from noshuffle.strategies.two_sided import two_sided
 
 N = 12
 RISING = tuple(np.linspace(0.6, 1.7, N).tolist())
@@ -289,7 +289,6 @@ def test_every_builder_has_a_case():
     "action",
     [
         lambda: st.from_dict({}),
-        lambda: st.from_dict({"name": "nonesuch"}),
         lambda: st.from_dict([]),
         lambda: st.from_dict({"name": "banded"}),
         lambda: st.from_dict({"name": "banded", "bands": [1.0], "colour": "red"}),
@@ -300,6 +299,8 @@ def test_bad_records_are_refused_in_one_line(action):
     with pytest.raises(InvalidInput) as caught:
         action()
     assert "\n" not in str(caught.value)
+    with pytest.raises(Unsupported, match="'nonesuch' is not known here: import the module"):
+        st.from_dict({"name": "nonesuch"})
 
 
 def test_column_normalisation_is_for_toeplitz_strategies():

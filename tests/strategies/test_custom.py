@@ -12,10 +12,9 @@ import pytest
 from tests.strategies.slow_recipes import materialize
 
 import noshuffle.strategies as st
-from noshuffle.comparison import compare
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, Poisson, SinglePass
-from noshuffle.plan import Plan
+from noshuffle.plan import Plan, compare
 from noshuffle.strategies import mechanisms, registry
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy, reciprocal
 from noshuffle.strategies.custom import check_custom
@@ -111,6 +110,21 @@ class Square(Strategy):
 
 
 @dataclass(frozen=True)
+class Repeated(Square):
+    """Step 3 has no draw of its own: it repeats the noise of step 2."""
+
+    name: ClassVar[str] = "repeated"
+
+    def noising(self, n):
+        N = np.eye(n)
+        N[3:4] = N[2:3]
+        return N
+
+    def encoder(self, n):
+        return np.linalg.pinv(self.noising(n))
+
+
+@dataclass(frozen=True)
 class SilentIdentity(Identity):
     """Derived from a built-in strategy, with a tenth of its noise."""
 
@@ -151,6 +165,12 @@ def test_a_recipe_that_contradicts_the_encoder_is_refused(strategy, steps):
     assert "\n" not in str(caught.value)
 
 
+def test_every_step_needs_a_draw_of_its_own():
+    for strategy in (Repeated(), Wide()):
+        with pytest.raises(InvalidInput, match="every step has a draw of its own"):
+            Plan(participation=SinglePass(16), strategy=strategy, noise_multiplier=1.0)
+
+
 def test_long_runs_are_checked_to_the_end():
     check_custom(Halving(), 200_000)
     with pytest.raises(InvalidInput, match="step 199999"):
@@ -161,7 +181,7 @@ def test_long_runs_are_checked_to_the_end():
 
 def test_a_registered_mechanism_is_read_back_fitted_and_compared():
     plan = Plan.fit(SinglePass(8), mechanism=Halving(factor=1.0), epsilon=1.0)
-    with pytest.raises(InvalidInput, match=r"halving.*strategies\.register"):
+    with pytest.raises(Unsupported, match=r"halving.*import the module that registers it"):
         Plan.from_json(plan.to_json())
     assert st.register(Halving) is Halving
     assert Plan.from_json(plan.to_json()) == plan

@@ -6,6 +6,7 @@ from functools import cache
 
 import numpy as np
 import pytest
+from tests.strategies.lower_bound import rms_lower_bound
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import (
@@ -19,7 +20,6 @@ from noshuffle.participation import (
 )
 from noshuffle.strategies.error import error
 from noshuffle.strategies.fit import MECHANISMS, best, candidates, fit
-from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.workload import Workload, cooldown, momentum, prefix
 

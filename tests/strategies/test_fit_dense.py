@@ -6,13 +6,13 @@ import itertools
 
 import numpy as np
 import pytest
+from tests.strategies.lower_bound import patterns, rms_lower_bound
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.fit_dense import fit_dense, triangular
 from noshuffle.strategies.fit_forms import cost
-from noshuffle.strategies.lower_bound import patterns, rms_lower_bound
 from noshuffle.strategies.sensitivity import sensitivity
 from noshuffle.strategies.toeplitz import sqrt_toeplitz
 from noshuffle.strategies.workload import Workload, cooldown, momentum, prefix

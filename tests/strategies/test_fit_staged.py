@@ -4,18 +4,17 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from tests.strategies.lower_bound import rms_lower_bound
 
 from noshuffle.participation import Epochs, SinglePass
 from noshuffle.strategies.base import column_normalized
-from noshuffle.strategies.blt import blt
+from noshuffle.strategies.blt import blt, two_sided
 from noshuffle.strategies.blt_poles import poles, spaced, stretched
-from noshuffle.strategies.error import _by_rows, _toeplitz_rows, error
+from noshuffle.strategies.error import _by_rows, error
 from noshuffle.strategies.fit import _attempts, best, fit
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_staged import fit_staged
-from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.sensitivity import sensitivity
-from noshuffle.strategies.two_sided import two_sided
 from noshuffle.strategies.workload import Workload, cooldown, prefix
 
 
@@ -46,7 +45,7 @@ def test_the_error_of_buffers_is_that_of_the_rows(rates: Workload) -> None:
     rows = _by_rows(both.noising_rows(n), n, rates, n)
     assert np.allclose(error(both, n, workload=rates).per_step ** 2, rows, rtol=1e-12)
     scaled = column_normalized(blt((0.99, 0.5), (0.1, 0.3)), n)
-    rows = _by_rows(_toeplitz_rows(scaled, n), n, rates, n)
+    rows = _by_rows(scaled.noising_rows(n), n, rates, n)
     assert np.allclose(error(scaled, n, workload=rates).per_step ** 2, rows, rtol=1e-12)
 
 

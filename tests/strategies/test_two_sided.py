@@ -3,32 +3,37 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 
 import numpy as np
 import pytest
+from tests.strategies.lower_bound import rms_lower_bound
 from tests.strategies.slow_recipes import materialize
 
 import noshuffle.strategies as st
 from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
-from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
-from noshuffle.strategies.base import ToeplitzStrategy
+from noshuffle.participation import (
+    CyclicPoisson,
+    Epochs,
+    MinSeparation,
+    Poisson,
+    Restarted,
+    SinglePass,
+)
+from noshuffle.strategies.blt import two_sided
 from noshuffle.strategies.blt_gains import classes_squared, gram_diagonals, tap_weights
 from noshuffle.strategies.blt_poles import spaced
 from noshuffle.strategies.fit import candidates, fit
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_gains import tight_error
 from noshuffle.strategies.fit_two_sided import STEPS_LIMIT, fit_two_sided
-from noshuffle.strategies.lower_bound import rms_lower_bound
 from noshuffle.strategies.recipe import Buffered
 from noshuffle.strategies.sensitivity import SEARCH_STEPS
-from noshuffle.strategies.two_sided import (
+from noshuffle.strategies.two_sided_sensitivity import (
     MOST_STEPS,
-    TwoSidedBlt,
     class_sizes,
-    from_one_sided,
     lag_products,
     largest_column,
-    two_sided,
     worst_class,
 )
 from noshuffle.strategies.workload import cooldown, momentum, prefix
@@ -68,22 +73,29 @@ def test_the_recipe_scales_draws_at_their_own_step_and_at_taps():
 
 def test_unit_draw_gains_are_gains_on_one_side():
     one = st.blt((0.9, 0.4), (0.2, 0.1), taps=(0.3,), lag=4, gains=np.linspace(0.5, 2, 12))
-    two = from_one_sided(one, steps=12)
+    two = replace(one, draw_gains=(1.0,) * 12)
     np.testing.assert_array_equal(one.encoder(12), two.encoder(12))
     for participation in (SinglePass(12), Epochs(3, 4), MinSeparation(12, 3, 3)):
         expected, got = st.sensitivity(one, participation), st.sensitivity(two, participation)
         assert got.value == pytest.approx(expected.value, rel=1e-12)
         assert got.exact == expected.exact
     np.testing.assert_allclose(st.error(one, 12).per_step, st.error(two, 12).per_step, rtol=1e-13)
-    assert from_one_sided(st.blt((0.9,), (0.2,), normalized=7), steps=7).gains[-1] == 1.0
 
 
 def test_no_toeplitz_path_can_take_it_for_its_own():
+    """The same filter with gains on one side has another sensitivity, and is another record."""
     strategy = some(6)
-    assert not isinstance(strategy, ToeplitzStrategy)
-    assert not hasattr(strategy, "coefficients")
+    one_sided = replace(strategy, draw_gains=())
+    assert st.sensitivity(strategy, Epochs(2, 3)) != st.sensitivity(one_sided, Epochs(2, 3))
+    assert (strategy.name, one_sided.name) == ("blt_two_sided", "blt")
     with pytest.raises(Unsupported, match="Toeplitz"):
         st.column_normalized(strategy, 6)
+    flat = two_sided((0.0,), (0.4,), gains=np.ones(8), draw_gains=np.arange(1, 9))
+    with pytest.raises(Unsupported, match="bands"):
+        st.sensitivity(flat, CyclicPoisson.of(steps=8, groups=4, batch=5, population=200))
+    for name, other in (("blt", strategy), ("blt_two_sided", one_sided)):
+        with pytest.raises(InvalidInput, match="these fields"):
+            st.from_dict(other.to_dict() | {"name": name})
 
 
 # ---- sensitivity
@@ -310,7 +322,7 @@ FITS = [  # participation, buffers, taps, at most this
 def test_fits_report_what_they_measure_and_beat_one_side(participation, buffers, taps, most):
     found = fit_two_sided(participation, buffers=buffers, taps=taps)
     one = fit_blt(participation, buffers=buffers, taps=taps, gains=True)
-    assert isinstance(found.strategy, TwoSidedBlt)
+    assert found.strategy.name == "blt_two_sided"
     assert found.objective == pytest.approx(measured(found.strategy, participation), rel=1e-10)
     assert rms_lower_bound(participation) < found.objective < most
     assert found.objective < one.objective

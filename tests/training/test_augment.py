@@ -16,6 +16,7 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson
 from noshuffle.plan import Plan
+from noshuffle.release.folder import load
 from noshuffle.release.release import Release
 from noshuffle.strategies import identity
 from noshuffle.training import privatize
@@ -185,29 +186,29 @@ def test_two_that_go_on_from_one_folder_share_no_secret_draw(tmp_path: Path) -> 
     plan = Plan(participation=Poisson(steps=4, rate=0.5), strategy=identity(), noise_multiplier=1.0)
 
     def begun(name: str) -> Release:
-        return Release.begin(plan, {"w": (2,)}, clip=1.0, run=tmp_path / name)
+        return Release(plan, {"w": (2,)}, clip=1.0, run=tmp_path / name)
 
     first = begun("one")
-    first.sampler(4)
-    drawn = first.ledger.sampler.draw(0)
-    first.close(first.admit(0, first.identify(drawn)), {"w": torch.zeros(2)})
+    ticket = first.admit(first.identify(first.sampler(4).draw(0)))
+    first.close(ticket, {"w": torch.zeros(2)})
+    first.finish(ticket)
     before = first.seed(0), first.seed(1)
-    first.ledger.let_go()
+    first.log.close()
     shutil.copytree(tmp_path / "one", tmp_path / "two")
     seen = [(run.seed(0), run.seed(1)) for run in map(begun, ("one", "two"))]
-    assert {own[0] for own in seen} == {before[0]}  # a replay has what was released
+    assert {own[0] for own in seen} == {before[0]}
     assert len({before[1], *(own[1] for own in seen)}) == 3
 
 
-def test_privatize_averages_and_saves_the_average() -> None:
+def test_privatize_averages_and_saves_the_average(tmp_path: Path) -> None:
     x, y = data()
-    run = private(average=0.5)
+    run = private(average=0.5, run=tmp_path / "run")
     iterates = []
     for rows in (slice(0, 2), slice(2, 4)):
         run.step(LOSS, x[rows], y[rows], ids=list(range(4))[rows])
         iterates.append([p.detach().clone() for p in run.model.parameters()])
     wanted = [a + (1 - 1 / 11) * (b - a) for a, b in zip(*iterates)]
-    state = run.state_dict()
+    state = load(run.save())
     with run.average.in_place():
         for p, mean in zip(run.model.parameters(), wanted):
             torch.testing.assert_close(p.detach(), mean)

@@ -21,13 +21,11 @@ from torch.utils.data import (
 from noshuffle.accounting import gaussian
 from noshuffle.auditing.answers import HOLDS
 from noshuffle.auditing.prefixes import audit_plan
-from noshuffle.budget import Budget
 from noshuffle.clipping import ModelLoss
-from noshuffle.errors import InvalidInput, ParticipationViolation
+from noshuffle.errors import ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, Poisson, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.repeated import RepeatedFit
 from noshuffle.strategies import identity, tree
 from noshuffle.training import privatize, verify
 from noshuffle.training.batches import with_ids
@@ -70,19 +68,20 @@ def test_a_good_loader_is_fine_and_nothing_is_charged_or_drawn(monkeypatch):
     for columns in (40, 60, 100):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert max(map(len, str(check).splitlines())) <= columns
-        assert "second pass" in str(check)
+        assert "batch size" in str(check)
 
 
 def test_what_would_be_refused_later_is_said_before_the_first_step():
     shuffled = DataLoader(DATA, batch_size=5, shuffle=True)
-    assert verdicts(make().check(shuffled)) == {"order": "refused"}
-    assert verdicts(make(strategy=identity()).check(shuffled)) == {"ids": "warning"}
+    assert verdicts(make().check(shuffled)) == {}  # private.batches keeps to one order
+    assert verdicts(make(strategy=identity()).check(shuffled)) == {}
+    assert verdicts(make().check([(X[:5], Y[:5])] * 4)) == {"ids": "warning"}
     numbered = with_ids(DATA)
     followed = DataLoader(numbered, batch_size=5, shuffle=True, collate_fn=numbered.collate)
     assert verdicts(make(strategy=identity()).check(followed)) == {}
+    assert verdicts(make().check(followed)) == {"order": "refused"}
     assert verdicts(make(SinglePass(steps=4)).check(shuffled)).get("order") is None
     for sampler in (
-        BatchSampler(RandomSampler(DATA), 5, drop_last=False),
         BatchSampler(SubsetRandomSampler(range(20)), 5, drop_last=False),
         BatchSampler(WeightedRandomSampler([1.0] * 20, 20), 5, drop_last=False),
     ):
@@ -93,7 +92,8 @@ def test_what_would_be_refused_later_is_said_before_the_first_step():
     assert verdicts(make().check(DataLoader(DATA, batch_size=7)))["batches"] == "refused"
     assert verdicts(make(unit="user").check(DataLoader(DATA, batch_size=5))) == {"ids": "refused"}
     poisson = make(Poisson(steps=4, rate=0.2), strategy=identity())
-    assert verdicts(poisson.check(DataLoader(DATA, batch_size=5))) == {"order": "refused"}
+    found = verdicts(poisson.check(DataLoader(DATA, batch_size=5)))
+    assert found == {"order": "refused", "ids": "refused"}
     numbered = with_ids(DATA)
     sampled = DataLoader(numbered, batch_sampler=poisson.sampler(20), collate_fn=numbered.collate)
     assert poisson.check(sampled).is_fine
@@ -139,62 +139,6 @@ def test_warnings_come_once_and_only_where_they_should():
     assert said(make(delta=0.05)) == []
     (words,) = said(make(), loss=ModelLoss(lambda model, x, y: LOSS(model(x), y)))
     assert "private.fallbacks" in words
-
-
-@pytest.mark.parametrize("is_loop", [False, True])
-def test_a_second_run_on_the_same_data_is_warned_of_unless_a_budget_counts_it(tmp_path, is_loop):
-    x = torch.randn(10, 4, generator=torch.Generator().manual_seed(100 + is_loop))
-
-    def begin(rows, **options):
-        private = make(source=None, **options)
-        if is_loop:
-            LOSS(private.model(rows), Y[:5]).backward()
-            private.optimizer.step()
-        else:
-            private.step(LOSS, rows, Y[:5])
-        private.close()
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        begin(x[:5])
-        begin(x[5:])  # other rows
-        budget = Budget(tmp_path / "budget", epsilon=100.0, delta=1e-3)
-        for _ in range(2):
-            begin(x[:5], budget=budget)
-    with pytest.warns(RepeatedFit, match="run 2 of the same rows"):
-        begin(x[:5])
-
-
-@pytest.mark.parametrize(("form", "seed"), [("step", 200), ("loop", 201), ("parts", 202)])
-def test_a_run_whose_first_step_was_refused_is_not_counted(form, seed):
-    x = torch.randn(5, 4, generator=torch.Generator().manual_seed(seed))
-    private = make(source=None)
-
-    def step(rows, ids):
-        if form == "loop":
-            LOSS(private.model(rows), Y[:5]).backward()
-            private.optimizer.step(ids=ids)
-        elif form == "parts":  # it said nothing
-            with private.accumulate() as parts:
-                for part in (slice(0, 3), slice(3, 5)):
-                    own = None if ids is None else ids[part]
-                    parts.add(LOSS, (rows[part], Y[:5][part]), ids=own)
-        else:
-            private.step(LOSS, rows, Y[:5], ids=ids)
-
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", RepeatedFit)
-        for _ in range(2):
-            with pytest.raises(InvalidInput, match="ids"):
-                step(x, [1, 2])
-        private.optimizer.zero_grad()
-        step(x, [1, 2, 3, 4, 5])
-    private.close()
-    private = make(source=None)
-    with pytest.warns(RepeatedFit, match="run 2 of the same rows") as told:
-        step(x, None)
-    assert {one.filename for one in told} == {__file__}
-    assert len(told) == 1
 
 
 def test_batches_that_are_dictionaries():
@@ -258,10 +202,3 @@ def test_independent_noise_takes_any_order_at_the_same_price(tmp_path):
         ordered.step(LOSS, X[5 * t : 5 * t + 5], Y[5 * t : 5 * t + 5], ids=range(5 * t, 5 * t + 5))
     with pytest.raises(ParticipationViolation):  # correlated noise does ask for it
         ordered.step(LOSS, X[5:10], Y[5:10], ids=range(5, 10))
-
-
-@pytest.mark.parametrize("epochs", [1, 2])
-def test_one_pass_may_be_shuffled(epochs):
-    loader = DataLoader(DATA, batch_size=5, shuffle=True)
-    check = make(Epochs(epochs=epochs, steps_per_epoch=4)).check(loader)
-    assert check.is_fine is (epochs == 1)

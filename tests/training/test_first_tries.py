@@ -12,11 +12,8 @@ import torch
 from torch import nn
 
 from noshuffle import Budget, Epochs, Plan, Poisson, Private, privatize, verify
-from noshuffle.errors import InvalidInput, ParticipationViolation
-from noshuffle.release.repeated import RepeatedFit
+from noshuffle.errors import InvalidInput
 from noshuffle.training import fit_model
-
-pytestmark = pytest.mark.filterwarnings("ignore::noshuffle.release.repeated.RepeatedFit")
 
 X, Y = torch.randn(16, 3, generator=torch.Generator().manual_seed(0)), torch.arange(16) % 2
 LOSS = nn.CrossEntropyLoss()
@@ -36,7 +33,7 @@ def start(optimizer: Any = torch.optim.SGD, **more: Any) -> Private:
 def steps(private: Private, count: int, first: int = 0) -> None:
     for step in range(first, first + count):
         rows = slice(8 * (step % 2), 8 * (step % 2) + 8)
-        private.step(LOSS, X[rows], Y[rows])
+        private.step(LOSS, X[rows], Y[rows], ids=range(rows.start, rows.stop))
 
 
 @pytest.mark.parametrize("folder", [None, "run"])
@@ -62,7 +59,6 @@ def test_a_closed_run_says_so(folder: str | None, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("when", ["before a part", "before the release", "in a loss"])
 def test_a_run_that_is_closed_within_a_step_says_so(when: str) -> None:
-    """It ended in sqlite's own words."""
     private = start()
 
     def closing(out: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -80,7 +76,7 @@ def test_a_run_that_is_closed_within_a_step_says_so(when: str) -> None:
 
     with pytest.raises(InvalidInput, match="this run was closed"):
         in_parts()
-    assert private.steps_released == 0
+    assert private.steps_released == 1  # its first part was summed: it is charged
     with pytest.raises(InvalidInput, match="this run was closed"):
         steps(private, 1)
 
@@ -110,7 +106,7 @@ def test_numbers_of_numpy_are_numbers(tmp_path: Path) -> None:
     steps(again, 2, 2)
     again.save()
     again.close()
-    assert verify(tmp_path / "run").answer == "PROVED"
+    assert verify(tmp_path / "run").answer == "VERIFIED"
     limit = Budget(tmp_path / "budget", epsilon=np.float32(2.0), delta=np.float64(1e-5)).limit
     assert limit["epsilon"] == 2.0
 
@@ -125,13 +121,6 @@ def test_a_run_goes_on_with_the_optimizer_that_it_had(tmp_path: Path) -> None:
         other.resume()
 
 
-def test_a_state_of_another_run_is_one_line() -> None:
-    first, second = start(), start()
-    steps(first, 1)
-    with pytest.raises(InvalidInput, match=r"^this state was saved with key"):
-        second.load_state_dict(first.state_dict())
-
-
 @pytest.mark.parametrize("inside", [False, True])
 def test_a_scheduler_after_private_step_does_not_warn(inside: bool) -> None:
     private = start()
@@ -139,7 +128,6 @@ def test_a_scheduler_after_private_step_does_not_warn(inside: bool) -> None:
     scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.simplefilter("ignore", RepeatedFit)
         steps(private, 1)
         scheduler.step()
     assert scheduler.get_last_lr() == [0.05]
@@ -149,10 +137,3 @@ def test_what_evaluate_returns_is_a_mapping() -> None:
     batches = [(X[:8], Y[:8]), (X[8:], Y[8:])]
     with pytest.raises(InvalidInput, match="what evaluate returns must be a mapping, got float"):
         fit_model(start(), batches, LOSS, evaluate=lambda model: 0.5)  # type: ignore[arg-type]
-
-
-def test_a_loader_that_is_shorter_than_an_epoch_of_the_plan_hears_of_its_length() -> None:
-    private = start()
-    private.step(LOSS, X[:8], Y[:8])
-    with pytest.raises(ParticipationViolation, match="the plan has 2 batches in an epoch"):
-        private.step(LOSS, X[:8], Y[:8])

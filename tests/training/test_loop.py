@@ -16,11 +16,11 @@ from tests.runs import weights
 from torch import nn
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
-from noshuffle.errors import InvalidInput, ParticipationViolation, ProbablyNotMeant
+from noshuffle.errors import InvalidInput, ProbablyNotMeant
 from noshuffle.noise import test_source
-from noshuffle.participation import Epochs, MinSeparation, Poisson, Restarted, SinglePass
+from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint
+from noshuffle.release import folder
 from noshuffle.strategies import identity, tree
 from noshuffle.training import RunFolder, fit_model, in_order, privatize
 from noshuffle.training.batches import Batch, TensorBatches, with_ids
@@ -61,20 +61,6 @@ def numbers(value):
         inside = value.values() if isinstance(value, dict) else value
         return [number for one in inside for number in numbers(one)]
     return [float(value)] if isinstance(value, int | float) else []
-
-
-def test_a_second_pass_brings_the_batches_of_the_first_or_ids():
-    """Rows that a loader puts together anew are new batches by content to a plan without epochs."""
-    loader = DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True)
-    private = make(rule=MinSeparation(8, 2, 2))
-    with pytest.raises(ParticipationViolation, match="the batch of step 4"):
-        fit_model(private, loader, LOSS, epochs=2)
-    kept = make(rule=MinSeparation(8, 4, 2))
-    fit_model(kept, DataLoader(TensorDataset(X, Y), batch_size=5), LOSS, epochs=2)
-    assert (private.steps_released, kept.steps_released) == (4, 8)
-    blocks = make(rule=Restarted(Epochs(2, 4), 4))  # may have another order in every block
-    fit_model(blocks, loader, LOSS)
-    assert blocks.steps_released == 8
 
 
 def test_metrics_and_progress_show_no_raw_figure(tmp_path):
@@ -143,7 +129,7 @@ def test_loader_with_ids_and_the_secret_sampler_resumes(tmp_path, rate):
             sampler = private.sampler(20)
             loader = DataLoader(numbered, batch_sampler=sampler, collate_fn=numbered.collate)
             private.resume()
-            fit_model(private, islice(loader, stop - private.steps_done), LOSS)
+            fit_model(private, islice(loader, stop - private.steps_released), LOSS)
             assert private.steps_released == stop
         finals.append(weights(private))
     assert torch.equal(*finals)
@@ -155,7 +141,7 @@ def test_loader_with_ids_in_natural_order():
     fit_model(private, DataLoader(numbered, batch_size=5, collate_fn=numbered.collate), LOSS)
     fit_model(reference, batches(), LOSS)
     assert torch.equal(weights(private), weights(reference))
-    assert private.ledger.identified_by == "ids"
+    assert private.statement().participation_checked
 
 
 def test_a_remainder_that_the_plan_does_not_know_is_refused_at_once():
@@ -163,39 +149,6 @@ def test_a_remainder_that_the_plan_does_not_know_is_refused_at_once():
     with pytest.raises(InvalidInput, match="drop_last"):
         fit_model(private, DataLoader(TensorDataset(X, Y), batch_size=4), LOSS)
     assert private.steps_released == 0
-
-
-def test_a_shuffling_loader_is_stopped():
-    torch.manual_seed(3)
-    private = make()
-    with pytest.raises(ParticipationViolation, match="last epoch"):
-        fit_model(private, DataLoader(TensorDataset(X, Y), batch_size=5, shuffle=True), LOSS)
-    assert private.steps_released == 4
-
-
-def test_resume_at_every_step_is_bit_identical(tmp_path):
-    reference = make()
-    fit_model(reference, batches(), LOSS)
-
-    class Stop(Exception):
-        pass
-
-    for stop in (1, 4, 5, 6, 11):  # around a checkpoint, first and last
-        run = tmp_path / f"run{stop}"
-
-        def interrupt(where, stop=stop):
-            if where.step == stop:
-                raise Stop
-
-        private = make(run)
-        with pytest.raises(Stop):
-            fit_model(private, batches(), LOSS, checkpoint_every=5, callbacks=[interrupt])
-        seen = []
-        again = make(run)
-        fit_model(again, batches(), LOSS, checkpoint_every=5, callbacks=[seen.append])
-        assert torch.equal(weights(again), weights(reference))
-        assert seen[0].step == stop // 5 * 5 + 1
-        assert [p.step for p in seen if p.is_replay] == list(range(stop // 5 * 5 + 1, stop + 1))
 
 
 def test_progress_and_metrics_hold_released_values_only(tmp_path):
@@ -220,7 +173,7 @@ def test_progress_and_metrics_hold_released_values_only(tmp_path):
     assert all(set(m) == names for m in metrics)
 
 
-def test_torn_metrics_and_replayed_lines_are_dropped(tmp_path):
+def test_torn_and_later_lines_of_metrics_are_dropped(tmp_path):
     run = RunFolder(tmp_path)
     for step in (1, 2, 3):
         run.append_metrics({"step": step})
@@ -231,18 +184,18 @@ def test_torn_metrics_and_replayed_lines_are_dropped(tmp_path):
     assert [m["step"] for m in run.metrics()] == [1, 2]
 
 
-def test_run_folder_belongs_to_one_plan_and_key(tmp_path):
+def test_a_run_folder_belongs_to_one_plan_and_secret(tmp_path):
     run = tmp_path / "run"
     make(run).close()
-    key = run / "checkpoints/key.json"
-    assert stat.S_IMODE(os.stat(key).st_mode) == 0o600
+    secret = run / "secret.json"
+    assert stat.S_IMODE(os.stat(secret).st_mode) == 0o600
     with pytest.raises(InvalidInput, match="another plan"):
         make(run, rule=Epochs(epochs=2, steps_per_epoch=4))
     with pytest.raises(InvalidInput, match="another key"):
         make(run, seed=2)
-    with pytest.raises(InvalidInput, match=r"started with clip = Flat\(norm=1"):
+    with pytest.raises(InvalidInput, match=r"begun with clip = Flat\(norm=1"):
         make(run, clip_norm=2.0)
-    with pytest.raises(InvalidInput, match="started with batch_size = 5"):
+    with pytest.raises(InvalidInput, match="begun with divisor = 5"):
         make(run, batch_size=6)
     other = tmp_path / "other"
     other.mkdir()
@@ -250,86 +203,31 @@ def test_run_folder_belongs_to_one_plan_and_key(tmp_path):
     with pytest.raises(InvalidInput, match="not empty"):
         make(other)
     assert sorted(p.name for p in other.iterdir()) == ["thesis.tex"]
-    key.unlink()
-    with pytest.raises(InvalidInput, match="without its keys a run cannot go on"):
+    secret.unlink()
+    with pytest.raises(InvalidInput, match="without its secret a run cannot go on"):
         make(run)
 
 
-def test_key_is_found_again_without_being_given(tmp_path):
-    run = tmp_path / "run"
-    first = make(run, source=None)
-    fit_model(first, batches(), LOSS, epochs=1)
-    second = make(run, source=None)
-    fit_model(second, batches(), LOSS)
-    assert second.steps_released == 12
-    third = make(tmp_path / "another", source=None)
-    fit_model(third, batches(), LOSS)
-    assert not torch.equal(weights(second), weights(third))
-
-
-def test_checkpoints_are_complete_or_absent(tmp_path):
-    folder = tmp_path / "checkpoints"
-    tied = torch.ones(3)
-    state = {"step": 7, "model": {"a": tied, "b": tied}, "x": {"y": torch.arange(3)}, "lr": 0.5}
-    path = checkpoint.save(state, folder)
-    (folder / ".step-00000099.1.tmp").mkdir()  # what a crash leaves behind
-    assert checkpoint.saved(folder) == [path]
-    back = checkpoint.load(path)
-    assert torch.equal(back["model"]["b"], tied)
-    assert torch.equal(back["x"]["y"], torch.arange(3))
-    for step in (9, 8, 10, 11):
-        checkpoint.save({**state, "step": step}, folder, keep=2)
-    assert [p.name for p in checkpoint.saved(folder)] == ["step-00000010", "step-00000011"]
-    assert len(list(folder.iterdir())) == 2  # nothing is left over
-    (folder / "step-00000011/model.safetensors").unlink()
-    with pytest.raises(InvalidInput, match=r"not a checkpoint: .*model.safetensors is missing"):
-        checkpoint.load(folder / "step-00000011")
-
-
 @pytest.mark.parametrize("name", ["state.pt", "model.safetensors"])
-@pytest.mark.parametrize("share", [0.0, 0.01, 0.5, 0.99])
-def test_a_damaged_checkpoint_is_told_in_one_line(tmp_path, name, share):
-    state = {"step": 7, "model": {"a": torch.ones(300)}, "x": {"y": torch.arange(300)}}
-    path = checkpoint.save(state, tmp_path)
-    whole = (path / name).read_bytes()
-    (path / name).write_bytes(whole[: int(share * len(whole))])
-    with pytest.raises(InvalidInput, match=r"step-00000007 is damaged .*remove it"):
-        checkpoint.load(path)
+def test_a_damaged_checkpoint_is_told_in_one_line(tmp_path, name):
+    private = make(tmp_path, SinglePass(steps=4))
+    fit_model(private, islice(batches(), 2), LOSS)
+    private.close()
+    (path,) = (tmp_path / "checkpoints").glob(f"step-00000002/{name}")
+    path.write_bytes(path.read_bytes()[:-100])
+    with pytest.raises(InvalidInput, match=r"step-00000002 is .*remove it"):
+        make(tmp_path, SinglePass(steps=4)).resume()
 
 
 def test_a_full_disk_is_an_error_of_the_system(tmp_path, monkeypatch):
     def full(*_):
         raise SafetensorError("No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoint, "save_file", full)
+    private = make(tmp_path)
+    monkeypatch.setattr(folder, "save_file", full)
     with pytest.raises(OSError, match=r"model.safetensors: No space left"):
-        checkpoint.save({"step": 7, "model": {"a": torch.ones(3)}}, tmp_path)
-    assert checkpoint.saved(tmp_path) == []
-
-
-def test_a_state_of_another_run_is_refused(tmp_path):
-    one, two = make(), make(seed=2)
-    with pytest.raises(InvalidInput, match="saved with key"):
-        two.load_state_dict(one.state_dict())
-    other = make(rule=SinglePass(steps=12))
-    with pytest.raises(InvalidInput, match="saved with plan"):
-        other.load_state_dict(one.state_dict())
-    one.attach(schedule=torch.optim.lr_scheduler.StepLR(one._parts.optimizer, 2))
-    with pytest.raises(InvalidInput, match="attached"):
-        make().load_state_dict(one.state_dict())
-
-
-def test_unknown_length_over_epochs_needs_steps_per_epoch_to_resume(tmp_path):
-    run = tmp_path / "run"
-    rule = Epochs(epochs=3, steps_per_epoch=4)
-    one = make(run, rule=rule)
-    loader = DataLoader(Stream(), batch_size=5)
-    fit_model(one, loader, LOSS, epochs=1)
-    two = make(run, rule=rule)
-    fit_model(two, loader, LOSS)
-    reference = make(rule=rule)
-    fit_model(reference, batches(), LOSS)
-    assert np.array_equal(weights(two), weights(reference))
+        private.save()
+    assert RunFolder(tmp_path).saved() == []
 
 
 def test_evaluation_leaves_every_layer_in_its_own_mode():
@@ -340,7 +238,7 @@ def test_evaluation_leaves_every_layer_in_its_own_mode():
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=5)
     fit_model(private, batches(), LOSS, evaluate=lambda _: {"score": 0.5}, evaluate_every=1)
-    assert private.steps_done == 12
+    assert private.steps_released == 12
     assert [module.training for module in model] == [True, False, True]
 
 
@@ -398,57 +296,48 @@ def test_several_passes_over_batches_of_unknown_length():
         assert torch.equal(weights(private), weights(reference))
 
 
+@pytest.mark.parametrize("stop", [1, 4, 6, 11])
+@pytest.mark.parametrize("kind", ["tensors", "list", "loader", "unknown length", "generator"])
+def test_a_run_that_was_saved_goes_on_to_the_bit(tmp_path, kind, stop):
+    """Stopped in order, nothing is lost; a generator goes on where it stands."""
+    data = TensorDataset(X, Y)
+    source = {
+        "tensors": batches(),
+        "list": list(batches()),
+        "loader": DataLoader(data, batch_size=5),
+        "unknown length": Anew(),
+        "generator": chain(*[Anew()] * 3),
+    }[kind]
+    reference = make()
+    fit_model(reference, batches(), LOSS)
+
+    def interrupt(where):
+        if where.step == stop:
+            raise KeyboardInterrupt
+
+    private = make(tmp_path)
+    with pytest.raises(KeyboardInterrupt):
+        fit_model(private, source, LOSS, callbacks=[interrupt])
+    private.save()
+    private.close()
+    seen, private = [], make(tmp_path)
+    fit_model(private, source, LOSS, callbacks=[seen.append])
+    assert [(p.step, p.epoch) for p in seen] == [(t + 1, t // 4) for t in range(stop, 12)]
+    assert torch.equal(weights(private), weights(reference))
+
+
 def test_an_iterator_is_not_read_several_times(recwarn):
     private = make(rule=MinSeparation(9, 4, 2))  # one step more than batches
     with pytest.raises(InvalidInput, match="epochs=2 reads the batches 2 times, and a generator"):
         fit_model(private, iter(Anew()), LOSS, epochs=2)
     assert private.steps_released == 0
-    fit_model(private, chain(Anew(), Anew()), LOSS, epochs=2, steps_per_epoch=4)  # all of them
+    fit_model(private, chain(Anew(), Anew()), LOSS)
     assert private.steps_released == 8
     assert not [w for w in recwarn if w.category is ProbablyNotMeant]
     planned = make()
     with pytest.warns(ProbablyNotMeant, match="pass 2 of 3 brought no batch.*after 4 steps"):
         fit_model(planned, iter(Anew()), LOSS)
     assert planned.steps_released == 4
-
-
-@pytest.mark.parametrize("kind", [Anew, lambda a, b: list(Anew(a, b))])
-def test_a_further_file_is_trained_on_with_first_step(kind, recwarn):
-    """As many of its batches as the run had steps were read past, in silence."""
-    private, reference = (make(rule=SinglePass(steps=4)) for _ in range(2))
-    fit_model(reference, batches(), LOSS)
-    fit_model(private, kind(0, 10), LOSS)
-    fit_model(private, kind(10, 20), LOSS, first_step=private.steps_done)
-    assert private.steps_released == 4
-    assert torch.equal(weights(private), weights(reference))
-    assert not [w for w in recwarn if w.category is ProbablyNotMeant]
-    loose = make(rule=SinglePass(steps=4))
-    fit_model(loose, kind(0, 10), LOSS)
-    with pytest.warns(ProbablyNotMeant, match="done 2 steps.*give first_step=2 if they are others"):
-        fit_model(loose, kind(10, 20), LOSS)
-    with pytest.raises(InvalidInput, match="first_step is how many of the 2 steps"):
-        fit_model(loose, kind(10, 20), LOSS, first_step=3)
-
-
-def test_a_further_file_goes_on_where_it_was_interrupted(tmp_path):
-    def interrupt(where):
-        if where.step == 3:
-            raise KeyboardInterrupt
-
-    reference = make(rule=SinglePass(steps=4))
-    fit_model(reference, batches(), LOSS)
-    first = make(tmp_path, rule=SinglePass(steps=4))
-    fit_model(first, Anew(0, 10), LOSS)
-    with pytest.raises(KeyboardInterrupt):
-        fit_model(
-            first, Anew(10, 20), LOSS, first_step=2, checkpoint_every=1, callbacks=[interrupt]
-        )
-    del first
-    second = make(tmp_path, rule=SinglePass(steps=4))
-    second.resume()
-    fit_model(second, Anew(10, 20), LOSS, first_step=2)
-    assert second.steps_released == 4
-    assert torch.equal(weights(second), weights(reference))
 
 
 def test_an_iterator_that_is_given_again_stands_where_it_was(recwarn):

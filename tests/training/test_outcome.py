@@ -1,15 +1,12 @@
-"""Figures of a step, and the usual shape of a batch in a fingerprint, against slow definitions."""
+"""Figures of a step, against slow definitions."""
 
 from __future__ import annotations
 
 import math
-from collections import namedtuple
 
 import pytest
 import torch
-from torch.utils._pytree import tree_flatten
 
-from noshuffle.release import fingerprint
 from noshuffle.training.outcome import Outcome
 
 
@@ -36,19 +33,3 @@ def test_printed_it_shows_no_raw_figure():
     for text in (str(made), repr(made), f"{made}"):
         assert text == "Outcome(3 examples; raw figures in .losses, .norms)"
     assert made.losses[1] == torch.tensor(2.3456789)  # they are there for who asks
-
-
-Pair = namedtuple("Pair", "x y")
-A, B = torch.arange(3.0), torch.arange(3)
-
-
-@pytest.mark.parametrize(
-    "batch",
-    [(), (A,), (A, B), (A, (A, B)), ({"x": A}, B), Pair(A, B), (Pair(A, B), A), (A, 3), (None, A)],
-)
-def test_a_plain_batch_is_flattened_like_any_other(batch):
-    leaves, structure = tree_flatten(batch)
-    own, words = fingerprint.flattened(batch)
-    assert words == repr(structure).encode()
-    assert len(own) == len(leaves)
-    assert all(a is b for a, b in zip(own, leaves))

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 import noshuffle as ns
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.training.hooks import ParameterGuard, has_hooks
 
 LOSS = nn.CrossEntropyLoss()
@@ -63,14 +63,14 @@ def test_freezing_and_adding_is_refused_before_anything_is_released() -> None:
     model[1].bias.requires_grad_(False)
     with pytest.raises(InvalidInput, match=r"parameter '1\.bias' was frozen after privatize"):
         private.step(LOSS, *data(1))
+    assert private.steps_released == 1
     model[1].bias.requires_grad_(True)
     model.append(nn.Linear(3, 3))
     with pytest.raises(InvalidInput, match=r"parameter '2\.(weight|bias)' became trainable"):
         private.step(LOSS, *data(1))
-    assert private.steps_released == 1
     del model[2]
-    private.step(LOSS, *data(1))
-    assert private.steps_released == 2
+    with pytest.raises(NoshuffleError, match="half-way"):
+        private.step(LOSS, *data(1))
 
 
 def test_values_may_be_loaded_in_place() -> None:
@@ -180,7 +180,7 @@ def test_arguments_of_the_wrong_kind_are_named() -> None:
     options: dict[str, Any] = {"clip_norm": 1.0, "batch_size": 8}
     with pytest.raises(InvalidInput, match="engine must be a clipping engine"):
         ns.privatize(model, optimizer, PLAN, engine="ghost", **options)
-    with pytest.raises(InvalidInput, match=r"source must be a noshuffle\.noise\.Source, got int"):
+    with pytest.raises(InvalidInput, match="must be noshuffle's Source, got int"):
         ns.privatize(model, optimizer, PLAN, source=3, **options)
 
 

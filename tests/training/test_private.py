@@ -15,7 +15,6 @@ from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
     ParticipationViolation,
-    ReplayRefused,
     Unsupported,
 )
 from noshuffle.noise import NoiseStream, test_source
@@ -31,6 +30,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
+from noshuffle.release.units import name_to_id
 from noshuffle.strategies import banded, identity, tree
 from noshuffle.training import privatize
 
@@ -192,15 +192,6 @@ def test_dropping_leaves_the_unit_out():
         torch.testing.assert_close(a, b, rtol=1e-6, atol=1e-7)
 
 
-def test_dropped_batch_without_ids_releases_noise_alone():
-    x, y = data()
-    private = make(network(), plan_of(z=1.0), on_violation="drop")
-    private.step(LOSS, x[:6], y[:6])
-    private.step(LOSS, x[:6], y[:6])
-    assert private.outcome.dropped == 6
-    assert "fingerprints only" in private.statement().words()
-
-
 def test_one_step_past_the_plan_is_refused_and_a_short_run_costs_less():
     x, y = data(60)
     plan = plan_of(SinglePass(steps=6), z=2.0, strategy=tree())
@@ -215,40 +206,6 @@ def test_one_step_past_the_plan_is_refused_and_a_short_run_costs_less():
     with pytest.raises(HorizonExceeded):
         private.step(LOSS, x[36:42], y[36:42])
     assert "test seed" in private.statement().words()
-
-
-def test_replay_in_process_is_refused_with_other_data_or_another_loss():
-    x, y = data()
-    model = network()
-    private = make(model, plan_of(z=1.0))
-    start = private.state_dict()
-    start = {**start, "model": {k: v.clone() for k, v in start["model"].items()}}
-    private.step(LOSS, x[:6], y[:6])
-    after = [p.detach().clone() for p in model.parameters()]
-    private.load_state_dict(start)
-    with pytest.raises(ReplayRefused, match="other data"):
-        private.step(LOSS, x[6:12], y[6:12])
-    with pytest.raises(ReplayRefused, match="its sum now differs"):
-        private.step(nn.CrossEntropyLoss(label_smoothing=0.1), x[:6], y[:6])
-    private.step(LOSS, x[:6], y[:6])
-    assert private.steps_released == 1
-    assert all(torch.equal(a, b) for a, b in zip(after, model.parameters()))
-    assert [note["step"] for note in private.ledger.notes("replay")] == [0]
-
-
-def test_another_learning_rate_is_no_other_release():
-    """What is made of a released value is post-processing; the value itself is the same."""
-    x, y = data()
-    model = network()
-    private = make(model, plan_of(z=1.0))
-    start = private.state_dict()
-    start = {**start, "model": {k: v.clone() for k, v in start["model"].items()}}
-    private.step(LOSS, x[:6], y[:6])
-    first = [p.grad.clone() for p in model.parameters()]
-    private.load_state_dict(start)
-    private.optimizer.param_groups[0]["lr"] = 9.0
-    private.step(LOSS, x[:6], y[:6])
-    assert all(torch.equal(a, p.grad) for a, p in zip(first, model.parameters()))
 
 
 def two_parts(private, x, y, first, second):
@@ -269,55 +226,16 @@ def test_accumulation_is_one_release():
     assert private.steps_released == 1
     for a, b in zip(ours.parameters(), theirs.parameters()):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-6)
-    for ids, words in (([8, 5], "unit 5"), ([8, 7], "unit 7 appears twice")):
-        with pytest.raises(ParticipationViolation, match=words):
-            two_parts(private, x, y, [6, 7], ids)
     with pytest.raises(InvalidInput, match="at least one batch"), private.accumulate():
         pass
+    with pytest.raises(ParticipationViolation, match="unit 5"):
+        two_parts(private, x, y, [6, 5], [7, 8])
     assert private.steps_released == 1
-
-
-def test_the_same_examples_do_not_come_in_two_parts_of_a_step():
-    """Two losses of the same rows would be clipped apart: one example moved a sum by two norms."""
-    x, y = data()
-    private = make(network(), plan_of(z=1.0))
-
-    def twice():
-        with private.accumulate() as step:
-            for _ in range(2):
-                step.add(LOSS, (x[:6], y[:6]))
-
-    with pytest.raises(ParticipationViolation, match="count twice"):
-        twice()
-    private.model(x[:6]).square().mean().backward()
-    LOSS(private.model(x[:6]), y[:6]).backward()
-    with pytest.raises(ParticipationViolation, match="count twice"):
-        private.optimizer.step()
-    assert private.steps_released == 0
-    with private.accumulate() as step:
-        for rows in (x[:6], x[:0], x[:0], x[6:9]):  # parts without rows are the same
-            step.add(LOSS, (rows, y[: len(rows)]))
-    assert private.steps_released == 1
-
-
-def test_the_statement_says_that_parts_without_ids_are_taken_on_trust():
-    """Overlapping parts cannot be told from rows that look alike; nothing was said of them."""
-    x, y = data()
-    for ids, sizes, is_said in (
-        (None, (4, 5), True),
-        (None, (6, 0), False),
-        (None, (9,), False),
-        (range(9), (4, 5), False),
-    ):
-        private, at = make(network(), plan_of(z=1.0)), 0
-        with private.accumulate() as step:
-            for size in sizes:
-                own = None if ids is None else ids[at : at + size]
-                step.add(LOSS, (x[at : at + size], y[at : at + size]), ids=own)
-                at += size
-        said = [one for one in private.statement().assumptions if "in several parts" in one]
-        assert bool(said) is is_said, sizes
-    private.step(LOSS, x[9:12], y[9:12], ids=range(9, 12))
+    for run, ids, words in ((private, [8, 5], "unit 5"), (other, [8, 7], "in another part")):
+        with pytest.raises(ParticipationViolation, match=words):
+            two_parts(run, x, y, [6, 7], ids)
+        with pytest.raises(NoshuffleError, match="half-way"):  # its first part was summed
+            run.step(LOSS, x[6:10], y[6:10], ids=range(10, 14))
 
 
 def test_several_parameter_groups_receive_their_own_noise_and_rates():
@@ -417,7 +335,7 @@ def test_users_are_one_contribution_each():
         private.step(LOSS, x[6:8], y[6:8], ids=["bob", "dee"])
     with pytest.raises(InvalidInput, match="unit='user' needs"):
         private.step(LOSS, x[6:8], y[6:8])
-    with pytest.raises(InvalidInput, match="same part"):
+    with pytest.raises(ParticipationViolation, match="in another part of this step"):
         two_parts(private, x, y, ["eve", "dee"], ["dee", "fay"])
 
 
@@ -453,18 +371,6 @@ def test_sampled_plans_take_their_batches_from_the_sampler(kind):
     ids = other.sampler(40).draw(0)
     with pytest.raises(ParticipationViolation, match="not the one"):
         other.step(LOSS, x[:6], y[:6], ids=range(6) if len(ids) != 6 else range(1, 7))
-
-
-def test_fingerprints_tell_epochs_apart():
-    x, y = data(12)
-    plan = plan_of(Epochs(epochs=2, steps_per_epoch=2), strategy=tree())  # needs the order kept
-    private = make(network(), plan)
-    for rows in (slice(0, 6), slice(6, 12), slice(0, 6)):
-        private.step(LOSS, x[rows], y[rows])
-    with pytest.raises(ParticipationViolation, match="last epoch"):
-        private.step(LOSS, x[:6].flip(0), y[:6].flip(0))
-    private.step(LOSS, x[6:], y[6:])
-    assert "fingerprints only" in private.statement().words()
 
 
 def test_bad_input_is_one_line():
@@ -535,32 +441,88 @@ def test_replacing_one_example_moves_the_sum_by_at_most_two_clip_norms():
     assert (released[0] - released[1]).norm() <= 2 * 0.5
 
 
-def test_a_step_that_fails_half_way_does_not_desynchronise_the_noise():
-    """The optimizer raises after the release: the same noise must not meet another batch."""
+class Faulty(torch.optim.SGD):
+    fails = False
 
-    class Faulty(torch.optim.SGD):
-        fails = False
+    def step(self, closure=None):
+        if self.fails:
+            raise RuntimeError("out of memory")
+        return super().step(closure)
 
-        def step(self, closure=None):
-            if self.fails:
-                raise RuntimeError("out of memory")
-            return super().step(closure)
 
+def test_a_step_that_fails_half_way_ends_the_run_object(tmp_path):
+    """The optimizer raises after the noise: its step is given up, and stays charged."""
     x, y = data()
-    model = network()
-    optimizer = Faulty(model.parameters(), lr=0.1)
-    private = make(model, plan_of(z=1.0), optimizer=optimizer)
-    state = private.state_dict()
-    state = {**state, "model": {k: v.clone() for k, v in state["model"].items()}}
+
+    def begun():
+        model = network()
+        optimizer = Faulty(model.parameters(), lr=0.1)
+        private = make(model, plan_of(z=1.0), optimizer=optimizer, run=tmp_path / "run")
+        return private, optimizer
+
+    private, optimizer = begun()
+    private.step(LOSS, x[:6], y[:6], ids=range(6))
+    private.save()
+    before = [p.detach().clone() for p in private.model.parameters()]
     optimizer.fails = True
     with pytest.raises(RuntimeError, match="out of memory"):
-        private.step(LOSS, x[:6], y[:6])
+        private.step(LOSS, x[6:12], y[6:12], ids=range(6, 12))
     optimizer.fails = False
+    with pytest.raises(NoshuffleError, match=r"half-way.* open the run again"):
+        private.step(LOSS, x[12:18], y[12:18], ids=range(12, 18))
     with pytest.raises(NoshuffleError, match="half-way"):
-        private.step(LOSS, x[:6], y[:6])
-    private.load_state_dict(state)
+        private.save()
+    again, _ = begun()
+    with pytest.raises(InvalidInput, match="resume"):
+        again.step(LOSS, x[12:18], y[12:18], ids=range(12, 18))
+    assert again.resume() == again.steps_released == 2
+    assert all(map(torch.equal, before, again.model.parameters()))
+    again.step(LOSS, x[12:18], y[12:18], ids=range(12, 18))
+    assert again.steps_released == 3
+
+
+def test_a_run_whose_units_nobody_names_says_so_and_is_not_opened_again(tmp_path):
+    x, y = data()
+    private = make(network(), plan_of(z=1.0), run=tmp_path / "run")
     private.step(LOSS, x[:6], y[:6])
-    assert private.steps_released == 1
+    private.step(LOSS, x[:6], y[:6])  # two new units each
+    assert private.statement().participation_checked is False
+    with pytest.raises(InvalidInput, match="named in every step"):
+        private.step(LOSS, x[:6], y[:6], ids=range(6))
+    private.close()
+    with pytest.raises(InvalidInput, match="nobody named the units"):
+        make(network(), plan_of(z=1.0), run=tmp_path / "run")
+
+
+def test_names_of_units_are_not_in_the_log(tmp_path):
+    x, y = data()
+    private = make(network(), plan_of(unit="user"), run=tmp_path / "run")
+    private.step(LOSS, x[:2], y[:2], ids=["ann", "bob"])
+    private.close()
+    plain = {name_to_id(name) for name in ("ann", "bob")}
+    units = private._parts.release.guard.table.all()[0]
+    assert len(units) == 2
+    assert plain.isdisjoint(units.tolist())
+    assert "ann" not in (tmp_path / "run/log.jsonl").read_text()
+
+
+def test_steps_are_passed_over_one_by_one_or_to_the_next_epoch():
+    x, y = data()
+    runs = [make(network(), plan_of(Epochs(3, 4), 1.0, tree())) for _ in range(2)]
+    for private in runs:
+        private.step(LOSS, x[:6], y[:6], ids=range(6))
+    before = [p.detach().clone() for p in runs[0].model.parameters()]
+    assert runs[0].pass_over(to="epoch") == 3
+    assert runs[0].pass_over() == 0
+    assert [runs[1].skip() for _ in range(3)] == [1, 2, 3]
+    for private in runs:
+        assert all(map(torch.equal, before, private.model.parameters()))
+        assert private.steps_released == 4
+        assert private.epsilon == private.epsilon_after(4) > private.epsilon_after(3)
+        private.step(LOSS, x[:6], y[:6], ids=range(6))
+    assert all(map(torch.equal, *(run.model.parameters() for run in runs)))
+    with pytest.raises(InvalidInput, match="no epochs"):
+        make(network()).pass_over()
 
 
 def test_sampled_users():
@@ -572,23 +534,6 @@ def test_sampled_users():
         rows = np.flatnonzero(np.isin(users, drawn))
         private.step(LOSS, x[rows], y[rows], ids=users[rows])
     assert private.steps_released == 3
-
-
-def test_fingerprints_and_names_cannot_be_guessed_from_the_ledger():
-    x, y = data()
-    rows = []
-    for seed in (1, 2):
-        private = make(network(), plan_of(unit="user"), source=test_source(seed=seed))
-        private.step(LOSS, x[:2], y[:2], ids=["ann", "bob"])
-        nameless = make(network(), plan_of(), source=test_source(seed=seed))
-        nameless.step(LOSS, x[:2], y[:2])
-        rows.append((private.ledger.row(0), nameless.ledger.row(0)))
-    (named, nameless), (other, nameless_other) = rows
-    assert set(named.units).isdisjoint(other.units)
-    assert named.batch == other.batch == b""  # the ids say it all
-    assert nameless.batch != nameless_other.batch
-    assert named.digest == nameless.digest  # the same sum under the same secret
-    assert named.digest != other.digest
 
 
 def test_a_guess_of_the_data_cannot_be_checked_by_the_low_bits():
@@ -612,34 +557,6 @@ def test_a_guess_of_the_data_cannot_be_checked_by_the_low_bits():
     assert told(x) < told(wrong) + 0.1
 
 
-def test_parts_of_a_batch_without_ids_are_judged_as_a_whole():
-    """Repeated parts under "drop" weigh nothing; those of a second epoch all count."""
-    x, y = data()
-
-    def twice(rule, **options):
-        plan = Plan(participation=rule, strategy=tree(), noise_multiplier=0.0)
-        private = make(network(), plan, **options)
-        sums = []
-        for _ in range(2):
-            with private.accumulate() as step:
-                for i in range(0, 6, 2):
-                    step.add(LOSS, (x[i : i + 2], y[i : i + 2]))
-            sums.append(sum(float(p.grad.norm()) for p in private.model.parameters()))
-        return private, sums
-
-    private, (first, second) = twice(SinglePass(steps=4), on_violation="drop")
-    assert first > 0
-    assert second == 0
-    assert private.outcome.dropped == 6
-    assert private.outcome.losses.numel() == 0
-    assert [row.claimed_units for row in private.ledger.rows()] == [1, 0]
-    private, _ = twice(Epochs(epochs=2, steps_per_epoch=1))
-    assert private.outcome.dropped == 0
-    assert private.outcome.losses.numel() == 6
-    with pytest.raises(ParticipationViolation, match="seen before"):
-        twice(SinglePass(steps=4))
-
-
 def test_units_of_parts_outside_their_participation_are_left_out():
     x, y = data()
     private = make(network(), plan_of(z=1.0), on_violation="drop")
@@ -649,7 +566,9 @@ def test_units_of_parts_outside_their_participation_are_left_out():
                 rows = slice(begin, begin + 4)
                 step.add(LOSS, (x[rows], y[rows]), ids=range(begin, begin + 4))
     assert private.outcome.dropped == 6
-    assert [row.claimed_units for row in private.ledger.rows()] == [8, 6, 0, 2]
+    units, seen = private._parts.release.guard.table.all()
+    assert sorted(units) == [*range(16)]
+    assert set(seen.count) == {1}
 
 
 def test_fallbacks_tell_of_a_compiled_wrapper():

@@ -96,13 +96,14 @@ def test_a_gradient_by_hand_of_the_masks_of_the_first_pass():
         assert not torch.equal(old, p)
 
 
-def test_masks_that_cannot_be_had_again_are_refused_and_nothing_is_released():
+def test_masks_that_cannot_be_had_again_are_refused_and_nothing_is_updated():
     model = nn.Sequential(nn.Dropout(0.3), *net())
     loop = make(model, engine=Ghost(mode="lean"))  # in two parts: the masks come in another order
     CE(model(X), Y).backward()
+    before = [p.detach().clone() for p in model.parameters()]
     with pytest.raises(Unsupported, match="other dropout masks"):
         loop.optimizer.step()
-    assert loop.steps_released == 0
+    assert all(map(torch.equal, before, model.parameters()))
 
 
 SCALED = {
@@ -339,23 +340,6 @@ def test_models_that_give_their_loss_and_outputs_in_a_mapping(scale, how):
         assert "num_items" not in str(loop.fallbacks)
     plain.step(CE, X, Y)
     agree(ours, theirs)
-
-
-def test_a_run_of_the_unchanged_loop_with_dropout_is_replayed_to_the_bit(tmp_path):
-    finals = []
-    for stops in ((), (2,)):
-        for stop in (*stops, 4):
-            loop = make(model := net(), tmp_path / f"{len(stops)}")
-            loop.resume()
-            if not loop.steps_released:
-                loop.save()
-            for t in range(loop.steps_done, stop):
-                torch.manual_seed(t + stop)  # the user's generator is no part of it
-                CE(model(X + t), Y).backward()
-                loop.optimizer.step()
-            loop.close(keep_keys=True)  # no checkpoint after the first: released steps are replayed
-        finals.append(torch.cat([p.detach().flatten() for p in model.parameters()]))
-    assert torch.equal(*finals)
 
 
 def test_torch_has_its_own_backward_when_nobody_listens(monkeypatch):

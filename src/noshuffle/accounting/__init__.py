@@ -10,7 +10,7 @@
     tradeoff      type II against type I errors of whoever tells neighbours apart
     selection     the best of a random number of runs
     mechanisms    Gaussian, Laplace, report-noisy-max
-    calibrate     searches for noise, steps and rate that end on the safe side
+    calibrate     searches for noise and steps that end on the safe side
 
 Modules are imported when they are first used: SciPy, on which they stand, takes 0.4 s of a process,
 and training with a given noise multiplier asks for no ε before its first step.

@@ -20,19 +20,22 @@ from collections.abc import Callable
 Holds = Callable[[float], bool]
 
 
-def bracket(holds: Holds, low: float, high: float, *, tolerance: float) -> tuple[float, float]:
-    """The ends, no further apart than this part of the upper one; halves of what lies between."""
-    while high - low > tolerance * high:
-        middle = 0.5 * (low + high)
+def bracket(
+    holds: Holds, low: float, high: float, *, tolerance: float = 0.0
+) -> tuple[float, float]:
+    """The ends, no further apart than this part of the upper one; 0 asks for adjacent floats."""
+    while high - low > tolerance * high and low < (middle := 0.5 * (low + high)) < high:
         low, high = (low, middle) if holds(middle) else (middle, high)
     return low, high
 
 
 def ratio_bracket(
-    holds: Holds, low: float, high: float, *, tolerance: float
+    holds: Holds, low: float, high: float, *, tolerance: float = 0.0
 ) -> tuple[float, float]:
-    """The same by ratios: for ends above zero that are many powers of ten apart."""
+    """The same by ratios: for ends many powers of ten apart; the lower one may be 0."""
     while high > low * (1 + tolerance):
-        middle = math.sqrt(low * high)
+        middle = math.sqrt(low * high) if low > 0 else high / 16
+        if not low < middle < high:
+            break
         low, high = (low, middle) if holds(middle) else (middle, high)
     return low, high

@@ -1,4 +1,4 @@
-"""Noise, steps or batch for a target ε: monotone searches that end on the safe side.
+"""Noise or steps for a target ε: monotone searches that end on the safe side.
 
     smallest(fn, target)         least x with fn(x) ≤ target, fn falling in x
     largest_whole(fn, target)    greatest whole n with fn(n) ≤ target, fn rising in n
@@ -46,6 +46,8 @@ from noshuffle.errors import (
 )
 
 ACCOUNTANTS = ("exact", "rdp", "fourier")
+#: Where the search for a number ends.
+_LEAST, _MOST = 1e-6, 1e12
 
 
 def smallest(
@@ -54,15 +56,13 @@ def smallest(
     *,
     start: float = 1.0,
     tolerance: float = 1e-6,
-    least: float = 1e-6,
-    most: float = 1e12,
 ) -> float:
     """The least x > 0, to a relative tolerance, with fn(x) ≤ target, for fn falling in x.
 
-    Guarantees: fn(result) ≤ target has been evaluated. Raises if even `most` does not reach the
-    target; returns `least` if that already does.
+    Guarantees: fn(result) ≤ target has been evaluated. Raises if even 1e12 does not reach the
+    target; returns 1e-6 if that already does.
     """
-    positive(target=target, start=start, tolerance=tolerance, least=least, most=most)
+    positive(target=target, start=start, tolerance=tolerance)
     callables(fn=fn)
 
     @cache
@@ -76,16 +76,16 @@ def smallest(
         v = value(log_x)
         return math.log(v / target) if 0 < v < math.inf else math.copysign(50, v - 1)
 
-    floor, ceiling, stride = math.log(least), math.log(most), 0.25
-    low = high = math.log(min(max(start, least), most))
+    floor, ceiling, stride = math.log(_LEAST), math.log(_MOST), 0.25
+    low = high = math.log(min(max(start, _LEAST), _MOST))
     while excess(low) <= 0:
         if low <= floor:
-            return least
+            return _LEAST
         high, low, stride = low, max(low - stride, floor), 2 * stride
     while excess(high) > 0:
         if high >= ceiling:
             raise Unsupported(
-                f"no value up to {most:g} meets the target {target:g}; allow a larger one"
+                f"no value up to {_MOST:g} meets the target {target:g}; allow a larger one"
             )
         low, high, stride = high, min(high + stride, ceiling), 2 * stride
     x = float(brentq(excess, low, high, xtol=tolerance / 4, maxiter=200))
@@ -215,47 +215,3 @@ def steps(*, epsilon: float, delta: float, noise_multiplier: float, **options: A
     options |= {"noise_multiplier": noise_multiplier, "delta": delta}
     start = int(min(max(guess, 1), MAX_STEPS))
     return largest_whole(lambda n: _evaluate(steps=n, **options), epsilon, start=start)
-
-
-def batch(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    steps: int,
-    population: int,
-    **options: Any,
-) -> int:
-    """The largest (expected) batch out of the population within (ε, δ), by "fourier" if not said.
-
-    The rate is batch/population.
-    """
-    whole(population=population, steps=steps)
-    mu, per_step = _central_limit(epsilon, delta, noise_multiplier, options)
-    guess = population * mu / math.sqrt(steps * math.expm1(min(per_step, 300.0)))
-    options = {"accountant": "fourier", **options, "steps": steps, "delta": delta}
-
-    def at(size: int) -> float:
-        return _evaluate(noise_multiplier=noise_multiplier, rate=size / population, **options)
-
-    start = int(min(max(guess, 1), population))
-    return largest_whole(at, epsilon, start=start, most=population)
-
-
-def rate(
-    *,
-    epsilon: float,
-    delta: float,
-    noise_multiplier: float,
-    steps: int,
-    tolerance: float = 1e-6,
-    **options: Any,
-) -> float:
-    """The largest sampling rate within (ε, δ), by "fourier" if not said; 1 if all may take part."""
-    positive(epsilon=epsilon, noise_multiplier=noise_multiplier)
-    options = {"accountant": "fourier", **options, "steps": steps, "delta": delta}
-
-    def at(inverse: float) -> float:
-        return _evaluate(noise_multiplier=noise_multiplier, rate=1 / inverse, **options)
-
-    return 1 / smallest(at, epsilon, start=10.0, least=1.0, most=1e9, tolerance=tolerance)

@@ -16,7 +16,8 @@ divided after it, with λ at the saddle point, which makes small δ as accurate 
                     added or removed; noise_multiplier always counts the noise in one clip norm
 
 The grid follows from the steps (`grid=None`); memory is bounded whatever their number. At small
-rates rare, large losses are added up apart (`rare_losses`). What is composed: `releases`.
+rates the upper bound adds up rare, large losses apart (`rare_losses`), and the lower one is loose.
+What is composed: `releases`.
 
 >>> round(epsilon(noise_multiplier=1.0, rate=0.01, steps=1000, delta=1e-5), 3)
 1.828
@@ -35,15 +36,14 @@ import numpy as np
 
 from noshuffle.accounting import gaussian, rare_losses
 from noshuffle.accounting.atoms import Atoms
-from noshuffle.accounting.coarse_bounds import TWICE, coarse_epsilon
 from noshuffle.accounting.loss_sum import curve_of, delta_of, epsilon_of
-from noshuffle.accounting.releases import COMMON, RECORDS, SIDES
+from noshuffle.accounting.releases import COMMON, RECORDS, SIDES, TWICE
 from noshuffle.accounting.releases import AnyRelease as AnyRelease
 from noshuffle.accounting.releases import MixtureRelease as MixtureRelease
 from noshuffle.accounting.releases import PoissonRelease as PoissonRelease
 from noshuffle.accounting.releases import Record as Record
 from noshuffle.accounting.releases import TruncatedRelease as TruncatedRelease
-from noshuffle.accounting.scout import Block, choose_step, scout_of
+from noshuffle.accounting.scout import Block, choose_step
 from noshuffle.errors import (
     InvalidInput,
     instance_of,
@@ -84,8 +84,8 @@ class Composed:
 
         Guarantees: an upper bound is never below the truth and a lower bound never above it, up
         to rounding that is itself bounded and added (subtracted); both are usually within 1e-4
-        relative. Without sampling the exact Gaussian curve is used. Infinite if no float can
-        show that δ is reached. δ outside (0, 1) is refused.
+        relative. Without sampling the exact Gaussian curve is used. Infinite if no grid that
+        fits into memory can show that δ is reached. δ outside (0, 1) is refused.
         """
         open_unit(delta=delta)
         one_of(BOUNDS, bound=bound)
@@ -94,34 +94,12 @@ class Composed:
             return gaussian.epsilon(mu=mu, delta=delta)
         is_upper = bound == "upper"
         if self.grid is None and is_upper:
-            return self._finite_epsilon(sides, delta)
+            try:
+                return self._least_epsilon(sides, delta)
+            except InvalidInput:  # there is no grid that memory holds
+                return math.inf
         step = self.grid or choose_step(sides, is_upper=is_upper, delta=delta)
-        values = [epsilon_of(side, delta=delta, is_upper=is_upper, step=step) for side in sides]
-        if self.grid is None:  # rare and large losses, of small rates, need a way of their own
-            values += [rare_losses.epsilon_of(side, delta=delta, is_upper=False) for side in sides]
-        return max(values)
-
-    def _finite_epsilon(self, sides: list[list[Block]], delta: float) -> float:
-        """The least upper bound; where no grid has one, that of larger tilts or a coarse one."""
-        try:
-            found = self._least_epsilon(sides, delta)
-        except InvalidInput:  # there is no grid that memory holds
-            found = math.inf
-        if found < math.inf:
-            return found
-        scouts = [scout_of(side, log_delta=math.log(delta)) for side in sides]
-        if any(scout.is_short for scout in scouts):  # tiny ε: by a small tilt the window misses δ
-            for most in (1e8, 1e11):
-                step = choose_step(sides, is_upper=True, delta=delta, most=most)
-                given: dict[str, Any] = {"delta": delta, "is_upper": True, "most": most}
-                found = max(epsilon_of(side, step=step, **given) for side in sides)
-                if found < math.inf:
-                    return found
-        steps = [(r.noise_multiplier, r.rate, r.steps) for r in self.releases
-                 if isinstance(r, PoissonRelease)]  # fmt: skip
-        if len(steps) < len(self.releases):
-            return math.inf
-        return coarse_epsilon(steps, direction=self.direction, delta=delta)
+        return max(epsilon_of(side, delta=delta, is_upper=is_upper, step=step) for side in sides)
 
     def _least_epsilon(self, sides: list[list[Block]], delta: float) -> float:
         """The larger upper bound of the sides; a coarse grid first for the one that is smaller."""
@@ -129,8 +107,7 @@ class Composed:
         for i, side in enumerate(sides):
             if i and epsilon_of(side, delta=delta, is_upper=True, step=_COARSE * step) <= top:
                 continue
-            # rare and large losses, of small rates, need a way of their own
-            found = rare_losses.epsilon_of(side, delta=delta, is_upper=True)
+            found = rare_losses.epsilon_of(side, delta=delta)
             if found == math.inf:
                 found = epsilon_of(side, delta=delta, is_upper=True, step=step)
             if i and found > top:  # the grid was chosen for the first side
@@ -152,8 +129,9 @@ class Composed:
             given: dict[str, Any] = {"epsilon": epsilon, "is_upper": is_upper}
             if i and is_upper and delta_of(side, step=_COARSE * step, **given) <= top:
                 continue
-            found = rare_losses.delta_of(side, **given) if self.grid is None else None
-            top = max(top, delta_of(side, step=step, **given) if found is None else found)
+            is_free = self.grid is None and is_upper
+            found = rare_losses.delta_of(side, epsilon=epsilon) if is_free else math.inf
+            top = max(top, found if found < math.inf else delta_of(side, step=step, **given))
         return top
 
     def deltas(self, epsilons: np.ndarray, *, near: float) -> np.ndarray:

@@ -38,6 +38,7 @@ import numpy as np
 from scipy.special import log_ndtr, ndtr, ndtri_exp
 
 from noshuffle.accounting import gaussian
+from noshuffle.accounting.bisection import ratio_bracket
 from noshuffle.errors import InvalidInput, non_negative, open_unit
 
 Array = np.ndarray
@@ -73,13 +74,7 @@ def dominating(epsilons: Array, deltas: Array, *, slack: float) -> float:
         is_right = (deltas[1:] <= right) | (deltas[1:] <= slack)
         return bool(np.all(is_right & ((deltas[:-1] <= left) | (deltas[:-1] <= slack))))
 
-    low, high = 0.0, 1e4
-    if not is_above(high):
-        return math.inf
-    while high - low > 1e-7 * high:
-        middle = math.sqrt(low * high) if low > 0 else high / 16
-        low, high = (low, middle) if is_above(middle) else (middle, high)
-    return high
+    return ratio_bracket(is_above, 0.0, 1e4, tolerance=1e-7)[1] if is_above(1e4) else math.inf
 
 
 def epsilon(*, mu: float, slack: float, delta: float) -> float:

@@ -11,7 +11,7 @@ or `Blend` loss puts its cells together from those of its parts; an atom is sent
 one cell it lies in. `loss_distribution` makes bounds of them. No state.
 
 >>> from noshuffle.accounting.mixture import remove_pair
->>> cells = cells_of(remove_pair(noise_multiplier=1.0, rate=0.1), 0.01, 1e-12, math.inf)
+>>> cells = cells_of(remove_pair(noise_multiplier=1.0, rate=0.1), 0.01, 1e-12)
 >>> round(float((cells.left + cells.right).sum() + cells.below + cells.beyond), 10)
 1.0
 """
@@ -76,7 +76,7 @@ def loss_range(pair: Loss, tail: float) -> tuple[float, float]:
 
 def _joined_cells(pair: Joined, step: float, tail: float, cap: float) -> Cells:
     """Cells below 0 of one part, cells above of the other, and the atom at 0 between them."""
-    over, under = cells_of(pair.over, step, tail, cap), cells_of(pair.under, step, tail, math.inf)
+    over, under = cells_of(pair.over, step, tail, cap), cells_of(pair.under, step, tail)
     left, right = (
         np.concatenate([below[: -under.start], above[-over.start :]])
         for below, above in ((under.left, over.left), (under.right, over.right))
@@ -91,7 +91,7 @@ def _joined_cells(pair: Joined, step: float, tail: float, cap: float) -> Cells:
 def _blended_cells(pair: Blend, step: float, tail: float) -> Cells:
     """All parts on the grid of the first, with their weights."""
     parts = [
-        (weight, cells_of(replace(part, anchor=pair.anchor), step, tail, math.inf))
+        (weight, cells_of(replace(part, anchor=pair.anchor), step, tail))
         for weight, part in pair.parts
     ]
     start = min(cells.start for _, cells in parts)
@@ -122,7 +122,7 @@ def _atom_cells(pair: Atoms, step: float) -> Cells:
     return Cells(start, left, right, 0.0, pair.infinity, points, size + 1)
 
 
-def cells_of(pair: Loss, step: float, tail: float, cap: float) -> Cells:
+def cells_of(pair: Loss, step: float, tail: float, cap: float = math.inf) -> Cells:
     """The cells of a pair, from the first to the last loss whose tail is above `tail`."""
     if isinstance(pair, Joined):
         return _joined_cells(pair, step, tail, cap)
@@ -144,9 +144,8 @@ def cells_of(pair: Loss, step: float, tail: float, cap: float) -> Cells:
     if last < ends[1]:  # cells widen above the cap
         wide = max(step, 1e-3 * last)
         count = math.ceil(math.log1p((ends[1] - last) * 1e-3 / wide) / math.log1p(1e-3))
-        grid = np.append(
-            grid, last + wide * np.expm1(np.arange(1, count + 1) * math.log1p(1e-3)) * 1e3
-        )
+        widths = wide * np.expm1(np.arange(1, count + 1) * math.log1p(1e-3)) * 1e3
+        grid = np.append(grid, last + widths)
     edges = np.clip(pair.inverse(grid[1:-1], x_low, x_high), x_low, x_high)
     edges = np.maximum.accumulate(np.concatenate([[x_low], edges, [x_high]]))
     gaps = np.diff(grid)

@@ -30,7 +30,7 @@ import numpy as np
 from scipy.optimize import isotonic_regression
 
 from noshuffle.accounting.atoms import Loss
-from noshuffle.accounting.loss_cells import Cells, cells_of
+from noshuffle.accounting.loss_cells import cells_of
 
 Array = np.ndarray
 
@@ -71,17 +71,12 @@ def above(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     mass[:-1] += cells.left
     mass[1:] += cells.right
     mass[0] += cells.below  # raised to the first grid point
-    return _split(pair.anchor, step, cells, mass, cells.beyond)
+    n = cells.fine
+    jumps = (cells.points[n:], mass[n:])
+    return GridLoss(pair.anchor, step, cells.start, mass[:n], cells.beyond, jumps)
 
 
-def _split(anchor: float, step: float, cells: Cells, mass: Array, infinity: float) -> GridLoss:
-    """Masses at the points of the cells: those on the grid, and the jumps beyond its cap."""
-    n = min(cells.fine, len(mass))
-    jumps = (cells.points[n : len(mass)], mass[n:])
-    return GridLoss(anchor, step, cells.start, mass[:n], infinity, jumps)
-
-
-def below(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> GridLoss:
+def below(pair: Loss, *, step: float, tail: float) -> GridLoss:
     """A grid distribution that the pair dominates; its masses may sum to less than one.
 
     Why: with `q` the Q-mass of a cell and f the mean place of it between the ends (0 to 1), the
@@ -92,7 +87,7 @@ def below(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     Guarantees: δ(ε) of the result, and of any composition of it, is not above the truth but for
     rounding. A grid too coarse to say anything gives the pair of two equal distributions.
     """
-    cells = cells_of(pair, step, tail, cap)
+    cells = cells_of(pair, step, tail)
     n, losses = len(cells.left), cells.points
     if losses[-1] > 600:  # e^loss would overflow: drop what lies above, which only lowers δ
         n = max(1, int(np.searchsorted(losses, 600.0)) - 1)
@@ -128,22 +123,4 @@ def below(pair: Loss, *, step: float, tail: float, cap: float = math.inf) -> Gri
     inner = np.maximum(np.diff(convex), 0.0)
     ends = max(0.0, convex[0] + after[0]), max(0.0, -convex[-1])
     mass = np.concatenate([[ends[0]], inner, [ends[1]]]) * gamma
-    return _split(pair.anchor, step, cells, mass, 0.0)
-
-
-def merged(pair: Loss, *, cap: float, tail: float) -> tuple[Array, Array]:
-    """Losses and masses of a pair that the given one dominates: everything up to the cap is one
-    outcome (the first), and so is each of the widening cells above it; the far tail is dropped.
-
-    Guarantees: what an attacker sees who looks at outcomes through these cells; δ is never above
-    the truth, nor is that of any composition.
-    """
-    cells = cells_of(pair, cap / 64, tail, cap)
-    mass = cells.left + cells.right
-    other = cells.left * np.exp(-cells.points[:-1]) + cells.right * np.exp(-cells.points[1:])
-    n = cells.fine - 1
-    mass = np.append(mass[:n].sum() + cells.below, mass[n:])
-    # the Q of the far lower tail is in what is left of it
-    other = np.append(1 - other[n:].sum(), other[n:])
-    kept = mass > 0
-    return np.log(mass[kept] / other[kept]), mass[kept]
+    return GridLoss(pair.anchor, step, cells.start, mass, 0.0)

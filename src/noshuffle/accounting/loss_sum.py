@@ -25,7 +25,6 @@ from scipy.special import xlogy
 
 from noshuffle.accounting.loss_distribution import GridLoss, above, below
 from noshuffle.accounting.scout import (
-    MOST_ORDER,
     MOST_POINTS,
     OUTSIDE,
     Block,
@@ -91,7 +90,8 @@ class Tail:
         if not len(higher):
             return max(0.0, self.first) if is_upper else 0.0
         j = int(higher[-1])  # the alias only falls from here to the next point
-        ratio = (self.above[j + 1] - alias[j] - goal) / self.shifted[j + 1]
+        with np.errstate(divide="ignore", invalid="ignore"):
+            ratio = (self.above[j + 1] - alias[j] - goal) / self.shifted[j + 1]
         if not 0 < ratio < math.inf:  # rounding: the curve is not resolved here
             return math.inf if is_upper else 0.0
         root = self.centre + math.log(ratio)
@@ -105,10 +105,9 @@ def epsilon_of(
     delta: float,
     is_upper: bool,
     step: float,
-    most: float = MOST_ORDER,
 ) -> float:
     """ε at δ of the composed blocks, from above or from below, on a grid of the given step."""
-    scout = scout_of(blocks, log_delta=math.log(delta), most=most)
+    scout = scout_of(blocks, log_delta=math.log(delta))
     return _tail(blocks, scout, is_upper, step).epsilon(delta, is_upper=is_upper)
 
 

@@ -41,6 +41,8 @@ SIDES: dict[str, tuple[str, ...]] = {
 }
 #: Directions that several kinds of releases have; all others are those of `PoissonRelease`.
 COMMON = ("both", "remove", "add")
+#: Directions in which a unit of every batch moves the sum by two clip norms.
+TWICE = ("replace", "fixed", "fixed-add-remove")
 _PAIRS: dict[str, Callable[..., Pair | Joined]] = {
     "remove": remove_pair,
     "add": add_pair,

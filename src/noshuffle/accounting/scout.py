@@ -11,8 +11,8 @@ rigorous depends on any of it: `loss_sum` bounds what a poor choice costs. No st
 
 >>> from noshuffle.accounting.mixture import remove_pair
 >>> found = scout_of([(remove_pair(noise_multiplier=1.0, rate=0.01), 1000)], log_delta=-11.5)
->>> found.low < found.centre < found.high, found.is_short
-(True, False)
+>>> found.low < found.centre < found.high
+True
 """
 
 from __future__ import annotations
@@ -38,16 +38,11 @@ ACCURACY = 2e-5
 MOST_POINTS = 2**22
 #: Tilted mass that the window may miss on either side.
 OUTSIDE = 1e-11
-#: The largest order that a scout asks for, unless it is told otherwise.
-MOST_ORDER = 1e5
 
 
 @dataclass(frozen=True)
 class Scout:
-    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature.
-
-    `is_short`: the best order was the largest that was asked, so that a larger one may be better.
-    """
+    """λ, the centre and reach of the tilted sum, and ε, from a rough quadrature."""
 
     tilt: float
     up: float
@@ -57,7 +52,6 @@ class Scout:
     high: float
     epsilon: float
     log_delta: float
-    is_short: bool = False
 
 
 def scout_of(
@@ -66,12 +60,9 @@ def scout_of(
     log_delta: float | None = None,
     epsilon: float | None = None,
     cap: float = math.inf,
-    most: float = MOST_ORDER,
 ) -> Scout:
-    """Where to look: rough log-moments K(t) on a list of t up to `most`. Nothing rigorous depends
-    on it."""
-    number = round(140 / 9 * math.log10(most / 1e-4))
-    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, most, number)])
+    """Where to look, for losses up to the cap: rough log-moments K(t) on a list of t."""
+    t = np.concatenate([-np.geomspace(1e4, 1e-4, 50), [0.0], np.geomspace(1e-4, 1e5, 140)])
     total, mean = np.zeros(len(t)), np.zeros(len(t))
     for pair, count in blocks:
         loss, log_p = outline(pair, one_tail(blocks, log_delta))
@@ -112,7 +103,6 @@ def scout_of(
         high=max(float(ups[up]), epsilon),
         epsilon=epsilon,
         log_delta=log_delta,
-        is_short=i == len(s) - 1,
     )
 
 
@@ -122,11 +112,10 @@ def choose_step(
     is_upper: bool,
     delta: float | None = None,
     epsilon: float | None = None,
-    most: float = MOST_ORDER,
 ) -> float:
     """Grid step: accurate for the first side, and bounded memory for every side."""
     log_delta = None if delta is None else math.log(delta)
-    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon, most=most)
+    scout = scout_of(sides[0], log_delta=log_delta, epsilon=epsilon)
     steps = sum(count for _, count in sides[0])
     widest = scout.high - scout.low
     scale = max(scout.epsilon, 0.02 * widest)
@@ -138,8 +127,7 @@ def choose_step(
         ends = loss_range(pair, one_tail(sides[0], scout.log_delta - 30))
         widest = max(widest, ends[1] - ends[0])
     is_hopeless = scout.log_delta < -650  # δ = 0 in floats: no need to be fine
-    points = 2**16 if most > MOST_ORDER else MOST_POINTS  # a second try should not take minutes
-    return max(step, 1.1 * widest / (2**14 if is_hopeless else points))
+    return max(step, 1.1 * widest / (2**14 if is_hopeless else MOST_POINTS))
 
 
 def outline(pair: Loss, tail: float, points: int = 801) -> tuple[Array, Array]:

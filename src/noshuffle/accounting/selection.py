@@ -30,6 +30,7 @@ from functools import cached_property
 import numpy as np
 
 from noshuffle.accounting import gaussian, renyi
+from noshuffle.accounting.bisection import bracket, ratio_bracket
 from noshuffle.errors import InvalidInput, one_of
 
 Array = np.ndarray
@@ -69,11 +70,7 @@ class Repetitions:
         """The success probability with this mean; rounded down, which is the safe side."""
         if self.eta == 1:
             return 1 / self.mean
-        low, high = 1e-300, 1.0 - 1e-12
-        for _ in range(200):
-            middle = math.sqrt(low * high)
-            low, high = (middle, high) if _mean(self.eta, middle) > self.mean else (low, middle)
-        return low
+        return ratio_bracket(lambda g: _mean(self.eta, g) <= self.mean, 1e-300, 1.0 - 1e-12)[0]
 
     def divergences(
         self, orders: Array, one: Array, *, delta_fn: Callable[[float], float] | None = None
@@ -136,17 +133,17 @@ def of_gaussian(law: Repetitions, mu: float, *, delta: float) -> float:
 
 
 def largest_mu(law: Repetitions, *, epsilon: float, delta: float) -> float:
-    """μ of one run such that the search is within (ε, δ); found by bisection, safe side."""
-    low, high = 0.0, 1.0
-    while of_gaussian(law, high, delta=delta) <= epsilon:
-        high *= 2
-    for _ in range(50):
-        middle = (low + high) / 2
-        fits = of_gaussian(law, middle, delta=delta) <= epsilon
-        low, high = (middle, high) if fits else (low, middle)
-    if low < 1e-9:
+    """μ of one run such that the search is within (ε, δ); never above it."""
+
+    def exceeds(mu: float) -> bool:
+        return of_gaussian(law, mu, delta=delta) > epsilon
+
+    if exceeds(1e-9):
         raise InvalidInput(
             f"no noise makes a search of {law.mean:g} runs cost ε = {epsilon:g} at δ = {delta:g}: "
             "ask for fewer runs or a larger epsilon"
         )
-    return low
+    high = 1.0
+    while not exceeds(high):
+        high *= 2
+    return bracket(exceeds, 1e-9, high, tolerance=1e-15)[0]

@@ -1,7 +1,7 @@
 """A second opinion on every guarantee, from what is emitted instead of from closed forms.
 
     emitted     the matrix of a noise stream, by unit draws
-    worst       the largest shift that one unit can make (directions: `signs`)
+    worst       the largest shift that one unit can make
     prefixes    ε of every stopping point beside the statement
     canaries    known participation, orthogonal directions; training_run: in a real run
     one_run     what guesses about many coins prove; membership: losses of the final model

@@ -85,26 +85,21 @@ class Canaries:
         return Canaries(plan, count, coins, examples)
 
     @cached_property
-    def _whitened(self) -> tuple[Array, tuple[int, ...]]:
-        plan = self.plan
-        rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=plan.steps)
+    def _precision(self) -> Array:
+        """X = Σ⁻¹ of the noise over steps, for a noise multiplier of one."""
+        rows = emitted_rows(self.plan.strategy.recipe(self.plan.steps), steps=self.plan.steps)
         factor = whitening(rows @ rows.T)
-        return factor.T @ factor, worst(factor.T @ factor, plan.guarded).pattern
+        return np.asarray(factor.T @ factor)
 
-    @property
+    @cached_property
     def pattern(self) -> tuple[int, ...]:
         """The steps that canaries in the data take part in: the worst that the plan allows."""
-        return self._whitened[1]
-
-    @property
-    def covariance(self) -> Array:
-        """The planned covariance of the noise over steps, in units of ζ²."""
-        return np.asarray(self.plan.noise_multiplier**2 * np.linalg.inv(self._whitened[0]))
+        return worst(self._precision, self.plan.guarded).pattern
 
     @property
     def mu(self) -> float:
         """What the statistic can reach: √(uᵀXu)/z."""
-        X, own = self._whitened[0], self.pattern
+        X, own = self._precision, self.pattern
         return math.sqrt(float(X[np.ix_(own, own)].sum())) / self.plan.noise_multiplier
 
     def rows(self, step: int) -> Tensor:
@@ -114,10 +109,8 @@ class Canaries:
 
     def scores(self, released: Array) -> Array:
         """T of every canary, from steps × count released sums in units of the clip norm."""
-        X, own = self._whitened[0], list(self.pattern)
-        weights = X[own].sum(axis=0)
-        scale = self.plan.noise_multiplier * math.sqrt(float(weights[own].sum()))
-        return np.asarray(weights @ released / scale)
+        weights = self._precision[list(self.pattern)].sum(axis=0)
+        return np.asarray(weights @ released / (self.plan.noise_multiplier**2 * self.mu))
 
     def final_scores(self, released: Array) -> Array:
         """The sum over all steps, which the final model of plain SGD shows."""
@@ -125,7 +118,8 @@ class Canaries:
 
     def final_mu(self) -> float:
         """What the final model can show of μ: k/√(1ᵀΣ1)/z."""
-        return len(self.pattern) / math.sqrt(float(self.covariance.sum()))
+        spread = math.sqrt(float(np.linalg.inv(self._precision).sum()))
+        return len(self.pattern) / spread / self.plan.noise_multiplier
 
 
 def estimate(scores: Array, is_in: Coins) -> MuEstimate:

@@ -101,13 +101,12 @@ def audit_claim(
     bare = _BARE * float((direction**2) @ Y.var(axis=1))  # beside the same with noise of its own
     apart = float(inside.mean() - outside.mean())
     if max(inside.var(), outside.var()) <= min(bare, 1e-3 * apart**2):
-        found, is_shift = MuEstimate(*(math.inf,) * 4), True
+        found, is_shift = MuEstimate(math.inf, math.inf, math.inf, math.inf), True
     else:
         found = estimate(scores, coins)
         error = math.sqrt(2 / len(inside) + 2 / len(outside))
         is_shift = bool(abs(math.log(inside.var() / outside.var())) < 5 * error)
-    judged = int((~learned).sum())
-    return ClaimAudit(name, float(epsilon), float(delta), judged, k, found, proved, is_shift)
+    return ClaimAudit(name, epsilon, delta, len(scores), k, found, proved, is_shift)
 
 
 def fisher_direction(Y: Array, is_in: Coins) -> Array:

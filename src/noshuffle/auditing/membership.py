@@ -19,11 +19,15 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
+import torch
+import torch.nn.functional as F
 from scipy.stats import beta
+from torch import Tensor, nn
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, Finding
 from noshuffle.auditing.curve import power
 from noshuffle.auditing.emitted import Array, Coins
+from noshuffle.clipping.check import evaluated
 from noshuffle.errors import InvalidInput
 
 #: False-positive rates at which the curve is compared with the claim, at one level for all.
@@ -86,8 +90,17 @@ def _is_above(inside: Array, outside: Array, rate: float, mu: float) -> bool:
     cut = float(np.quantile(first, rate))
     false, found = int((rest <= cut).sum()), int((inside <= cut).sum())
     level = LEVEL / (2 * len(RATES))
-    missed, least_found = len(rest) - false, 0.0
-    most_false = float(beta.ppf(1 - level, false + 1, missed)) if missed else 1.0
-    if found:
-        least_found = float(beta.ppf(level, found, len(inside) - found + 1))
-    return least_found > power(mu, min(most_false, 1 - 1e-12))
+    most_false = beta.ppf(1 - level, false + 1, len(rest) - false) if false < len(rest) else 1.0
+    least_found = beta.ppf(level, found, len(inside) - found + 1) if found else 0.0
+    return bool(least_found > power(mu, min(float(most_false), 1 - 1e-12)))
+
+
+@torch.no_grad()
+def losses_of(model: nn.Module, x: Tensor, y: Tensor) -> Array:
+    """Cross-entropy of every row under the model in eval mode."""
+    with evaluated(model):
+        parts = [
+            F.cross_entropy(model(x[i : i + 512]), y[i : i + 512], reduction="none")
+            for i in range(0, len(x), 512)
+        ]
+    return np.asarray(torch.cat(parts).double().numpy())

@@ -21,17 +21,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
 
 import numpy as np
-from scipy.linalg import solve_triangular
 
 from noshuffle.auditing.answers import HOLDS, REFUTED, UNDECIDED, Finding, combined
 from noshuffle.auditing.curve import epsilon_of
 from noshuffle.auditing.emitted import Array, emitted_rows
-from noshuffle.auditing.worst import worst
+from noshuffle.auditing.worst import Worst, worst
 from noshuffle.participation import MinSeparation
 from noshuffle.plan import Plan
 from noshuffle.rounding import down, up
@@ -96,9 +94,11 @@ class PlanAudit(Finding):
             f"participation: {self.participation}",
         ]
         for stop in self.refuted[:5]:
+            steps = ", ".join(map(str, stop.pattern[:8]))
+            more = f", … ({len(stop.pattern)} in all)" if len(stop.pattern) > 8 else ""
             lines.append(
                 f"  stopped after {stop.steps}: stated ε = {up(stop.stated, digits=4)}, true ε ≥ "
-                f"{down(stop.low, digits=4)} for a unit {_shown(stop.pattern)}"
+                f"{down(stop.low, digits=4)} for a unit in steps {steps}{more}"
             )
         if len(self.refuted) > 5:
             lines.append(f"  and {len(self.refuted) - 5} more stopping points")
@@ -109,12 +109,10 @@ class PlanAudit(Finding):
                 f"[{down(last.low)}, {up(last.high)}], "
                 f"μ in [{down(last.mu_low)}, {up(last.mu_high)}]"
             )
-            tight = min(self.stops, key=lambda stop: stop.low / stop.stated if stop.stated else 1)
-            if tight.stated:
-                lines.append(
-                    f"least tight after {tight.steps} steps: {tight.low / tight.stated:.4f} of "
-                    "the stated ε is reached"
-                )
+        finite = [stop for stop in self.stops if 0 < stop.stated < math.inf]
+        if finite:
+            ratio, after = min((stop.low / stop.stated, stop.steps) for stop in finite)
+            lines.append(f"least tight after {after} steps: {ratio:.4f} of the stated ε is reached")
         if self.left_out:
             lines.append(f"not checked: {self.left_out}")
         return "\n".join(lines)
@@ -132,67 +130,51 @@ def audit_plan(
 
     `stated` gives ε by number of steps, where it is not that of `plan.epsilon_after`.
     """
-    part = plan.guarded
+    part, stated = plan.guarded, stated or {}
     common = (plan.strategy.words(), part.words(), plan.noise_multiplier, plan.delta)
     if part.is_sampled:
         return PlanAudit(*common, (), "the ε of batches that are drawn in secret")
     n = min(plan.steps, most_steps or MOST_STEPS)
     left_out = "" if n == plan.steps else f"stopping points after step {n} of {plan.steps}"
     rows = emitted_rows(plan.strategy.recipe(plan.steps), steps=n, horizon=plan.steps)
-    factor, stated = whitening(rows @ rows.T), stated or {}
-    twice = 2.0 if plan.neighbours == "replace-one" else 1.0
-    X, stops, chosen = np.zeros((n, n)), [], set(_stops(plan, n))
+    factor = whitening(rows @ rows.T)
+    moved = 2.0 if plan.neighbours == "replace-one" else 1.0
+    scale = moved / plan.noise_multiplier if plan.noise_multiplier else math.inf
+    X, stops, chosen = np.zeros((n, n)), [], _stops(plan, n)
     for t in range(1, n + 1):
         X[:t, :t] += np.outer(factor[t - 1, :t], factor[t - 1, :t])
         if t not in chosen:
             continue
+        found = Worst(math.inf, math.inf, (t - 1,))
         if np.all(np.isfinite(X[:t, :t])):
             found = worst(X[:t, :t], part)
-            low, high, pattern = math.sqrt(found.low), math.sqrt(found.high), found.pattern
-        else:
-            low, high, pattern = math.inf, math.inf, (t - 1,)
-        if plan.noise_multiplier:
-            low, high = twice * low / plan.noise_multiplier, twice * high / plan.noise_multiplier
-        else:
-            low = high = math.inf
+        low, high = scale * math.sqrt(found.low), scale * math.sqrt(found.high)
         spent = float(stated[t]) if t in stated else plan.epsilon_after(t)
         ends = (epsilon_of(low, delta=plan.delta), epsilon_of(high, delta=plan.delta))
-        stops.append(Stop(t, spent, *ends, low, high, pattern))
+        stops.append(Stop(t, spent, *ends, low, high, found.pattern))
     return PlanAudit(*common, tuple(stops), left_out)
 
 
 def whitening(covariance: Array) -> Array:
-    """L⁻¹ for Σ = L·Lᵀ; infinite from the first row on that has no noise of its own."""
+    """L⁻¹ for Σ = L·Lᵀ, row by row; infinite from the first row on without noise of its own."""
     n = len(covariance)
-    with suppress(np.linalg.LinAlgError):
-        L = np.linalg.cholesky(covariance)
-        if np.all(np.diag(L) ** 2 > 1e-9 * np.diag(covariance)):
-            return np.asarray(solve_triangular(L, np.eye(n), lower=True))
-    L = np.zeros((n, n))
+    inverse = np.zeros((n, n))
     for t in range(n):
-        if t:
-            L[t, :t] = solve_triangular(L[:t, :t], covariance[t, :t], lower=True)
-        own = covariance[t, t] - L[t, :t] @ L[t, :t]
+        shared = inverse[:t, :t] @ covariance[:t, t]
+        own = covariance[t, t] - shared @ shared
         if not own > 1e-9 * covariance[t, t]:
-            found = np.full((n, n), math.inf)
-            if t:
-                found[:t, :t] = solve_triangular(L[:t, :t], np.eye(t), lower=True)
-                found[:t, t:] = 0.0
-            return found
-        L[t, t] = math.sqrt(own)
-    return np.asarray(solve_triangular(L, np.eye(n), lower=True))
+            inverse[t:] = math.inf
+            break
+        inverse[t, :t] = -(shared @ inverse[:t, :t]) / math.sqrt(own)
+        inverse[t, t] = 1 / math.sqrt(own)
+    return inverse
 
 
-def _stops(plan: Plan, n: int) -> list[int]:
-    """All stopping points, or, where each is a search, some of them with all block ends."""
+def _stops(plan: Plan, n: int) -> set[int]:
+    """All stopping points, or, where each is a search, some of them and of the ends of blocks."""
     if not isinstance(plan.participation.base, MinSeparation) or n <= _SEARCHED:
-        return list(range(1, n + 1))
-    spread = np.unique(np.geomspace(1, n, _SEARCHED // 2).round().astype(int)).tolist()
+        return set(range(1, n + 1))
     every = getattr(plan.strategy, "restart_every", None) or n
-    ends = range(every, n + 1, max(every, n // (_SEARCHED // 2) // every * every or every))
-    return sorted({*spread, *ends, n})
-
-
-def _shown(pattern: tuple[int, ...]) -> str:
-    text = "in steps " + ", ".join(str(step) for step in pattern[:8])
-    return f"{text}, … ({len(pattern)} in all)" if len(pattern) > 8 else text
+    ends = range(every, n + 1, every)
+    spread = np.geomspace(1, n, _SEARCHED // 2).round().astype(int).tolist()
+    return {*spread, *ends[:: 1 + 2 * len(ends) // _SEARCHED], n}

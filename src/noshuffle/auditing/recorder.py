@@ -32,14 +32,13 @@ from noshuffle.errors import InvalidInput, Unsupported
 
 
 class ReleaseRecorder(ExitStack):
-    """Rows that were released so far; `stop` (or the end of a with-block) stops listening."""
+    """Rows that were released so far; `close` (or the end of a with-block) stops listening."""
 
     def __init__(self) -> None:
         super().__init__()
         self._rows: list[NDArray[np.float32]] = []
 
     def hear(self, row: Any) -> None:
-        """One release more."""
         self._rows.append(np.array(row, dtype=np.float32).reshape(-1))
 
     def rows(self) -> NDArray[np.float32]:
@@ -47,10 +46,6 @@ class ReleaseRecorder(ExitStack):
         if not self._rows:
             raise InvalidInput("nothing was released while the recorder listened")
         return np.array(self._rows)
-
-    def stop(self) -> None:
-        """Listen no longer."""
-        self.close()
 
 
 def record_optimizer(optimizer: Any, parameter: Tensor) -> ReleaseRecorder:
@@ -91,12 +86,9 @@ def record_strategy(strategy: Any, array: str) -> ReleaseRecorder:
             recorder.hear(arrays[array].numpy() - before.pop(server_round))
         return arrays, metrics
 
-    strategy.configure_train, strategy.aggregate_train = configure_train, aggregate_train
-
-    def put_back() -> None:
-        strategy.configure_train, strategy.aggregate_train = configure, aggregate
-
-    recorder.callback(put_back)
+    for name, heard in (("configure_train", configure_train), ("aggregate_train", aggregate_train)):
+        recorder.callback(setattr, strategy, name, getattr(strategy, name))
+        setattr(strategy, name, heard)
     return recorder
 
 

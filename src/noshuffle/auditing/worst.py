@@ -1,4 +1,4 @@
-"""How far one unit can move the released rows: the worst pattern, and the worst directions.
+"""How far one unit can move the released rows: the worst pattern, and the directions of its steps.
 
     m² = max Σ_{i,j∈π} X_ij ⟨u_i, u_j⟩,      X = Σ⁻¹ of the steps released so far,
 
@@ -13,9 +13,9 @@ Patterns, by participation (written anew here, so that a wrong reading elsewhere
     MinSeparation, Restarted    increasing steps, each at least `after(i)`, at most k of them; level
                                 by level, dropping what provably cannot reach the best found
 
-Every answer is an interval: `low` belongs to a pattern and directions that are named (an attack),
-`high` is proved for all. They meet unless the search was cut off, or no program of directions was
-solved for every pattern that might matter.
+Directions of one pattern: Σ|X_ij| is proved for all of them, and sᵀXs is reached by signs s. Every
+answer is an interval: `low` belongs to a pattern and signs that are named (an attack), `high` is
+proved for all. They meet where X ≥ 0 or signs can be set apart, unless the search was cut off.
 
 >>> X = np.linalg.inv(np.array([[1.0, -0.4, 0.0], [-0.4, 1.2, -0.4], [0.0, -0.4, 1.2]]))
 >>> found = worst(X, MinSeparation(steps=3, separation=2, max_participations=2))
@@ -25,16 +25,14 @@ solved for every pattern that might matter.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from itertools import product
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
 from noshuffle.auditing.emitted import Array
-from noshuffle.auditing.signs import directions
 from noshuffle.errors import Unsupported
 from noshuffle.participation import (
     AnyOrderEpochs,
@@ -45,12 +43,8 @@ from noshuffle.participation import (
     SinglePass,
 )
 
-#: Partial patterns that are kept in one level of the search, and patterns that are listed outright.
-_KEPT, _LISTED = 4_000, 5_000
-#: Partial patterns that are worked on together.
-_AT_ONCE = 64
-#: Patterns of mixed signs whose directions are solved for.
-_SOLVED = 200
+#: Partial patterns that are kept in one level of the search, and in the first look for a good one.
+_KEPT, _FEW = 4_000, 8
 
 Pattern = tuple[int, ...]
 
@@ -66,25 +60,18 @@ class Worst:
 
 def worst(X: Array, participation: Participation) -> Worst:
     """The worst unit of the first len(X) steps. X must be symmetric, of those steps."""
-    part = participation
-    if isinstance(part, Restarted) and isinstance(part.participation, SinglePass):
-        part = part.participation
+    part, n = participation.base, len(X)
+    every = participation.every if isinstance(participation, Restarted) else participation.steps
     if isinstance(part, SinglePass):
         at = int(np.argmax(np.diag(X)))
         return Worst(float(X[at, at]), float(X[at, at]), (at,))
-    if isinstance(part, AnyOrderEpochs):
-        b, n = part.steps_per_epoch, len(X)
-        return _blocks(X, [_classes(s, min(s + b, n), b) for s in range(0, n, b)])
-    if isinstance(part, Epochs):
-        return _best_of(X, _classes(0, len(X), part.steps_per_epoch))
-    if isinstance(part, Restarted) and isinstance(part.participation, Epochs):
-        gap, every, n = part.participation.steps_per_epoch, part.every, len(X)
-        return _blocks(X, [_classes(s, min(s + every, n), gap) for s in range(0, n, every)])
+    if isinstance(part, Epochs | AnyOrderEpochs):
+        gap = part.steps_per_epoch
+        every = gap if isinstance(part, AnyOrderEpochs) else every
+        choices = [_classes(s, min(s + every, n), gap) for s in range(0, n, every)]
+        return _best_of(X, choices[0]) if len(choices) == 1 else _blocks(X, choices)
     if isinstance(part, MinSeparation):
-        return _chains(X, gap=part.separation, every=part.steps, most=part.max_participations)
-    if isinstance(part, Restarted) and isinstance(part.participation, MinSeparation):
-        base = part.participation
-        return _chains(X, gap=base.separation, every=part.every, most=base.max_participations)
+        return _search(X, gap=part.separation, every=every, most=part.max_participations)
     raise Unsupported(f"the worst unit is searched for without sampling, got {part.kind!r}")
 
 
@@ -92,115 +79,98 @@ def _classes(start: int, stop: int, gap: int) -> list[Pattern]:
     return [tuple(range(j, stop, gap)) for j in range(start, min(start + gap, stop))]
 
 
+def _of_pattern(X: Array, pattern: Pattern) -> Worst:
+    """The shift of one pattern: Σ|X| at most; at least that of signs set one after the other."""
+    own = X[np.ix_(pattern, pattern)]
+    total, most = float(own.sum()), float(np.abs(own).sum())
+    if total < most:
+        signs = np.ones(len(own))
+        for i in range(1, len(own)):
+            signs[i] = 1.0 if own[i, :i] @ signs[:i] >= 0 else -1.0
+        total = min(max(total, float(signs @ own @ signs)), most)
+    return Worst(total, most, pattern)
+
+
 def _best_of(X: Array, patterns: Iterable[Pattern]) -> Worst:
     """The worst of listed patterns."""
-    sizes = sorted(((float(np.abs(X[np.ix_(p, p)]).sum()), p) for p in patterns), reverse=True)
-    low, high, best, solved = -1.0, 0.0, sizes[0][1], 0
-    for size, pattern in sizes:
-        if size <= low:
-            break
-        if solved >= _SOLVED:
-            high = max(high, size)
-            break
-        reached, above = directions(X[np.ix_(pattern, pattern)])
-        solved += reached < above
-        high = max(high, above)
-        if reached > low:
-            low, best = reached, pattern
-    return Worst(low, max(low, high), best)
+    found = [_of_pattern(X, pattern) for pattern in patterns]
+    best = max(found, key=lambda one: one.low)
+    return Worst(best.low, max(one.high for one in found), best.pattern)
 
 
 def _blocks(X: Array, choices: list[list[Pattern]]) -> Worst:
-    """One class in every block: by list if there are few, else ascent and a bound by pairs."""
-    if math.prod(len(own) for own in choices) <= _LISTED:
-        return _best_of(X, (sum(picked, ()) for picked in product(*choices)))
-    # Sums of |X| between classes of two blocks; a bound takes the largest of every pair.
-    W = np.abs(X)
-    sums = {
-        (i, j): np.array([[W[np.ix_(p, q)].sum() for q in b] for p in a])
-        for i, a in enumerate(choices)
-        for j, b in enumerate(choices)
-        if i <= j
-    }
-    above = sum(
-        float(np.diag(own).max() if i == j else 2 * own.max()) for (i, j), own in sums.items()
-    )
-    picked = [int(np.argmax(np.diag(sums[i, i]))) for i in range(len(choices))]
-    for _ in range(20):
-        before = list(picked)
-        for i in range(len(choices)):
-            gains = np.diag(sums[i, i]).copy()
-            for j, other in enumerate(picked):
-                if j < i:
-                    gains += 2 * sums[j, i][other]
-                elif j > i:
-                    gains += 2 * sums[i, j][:, other]
-            picked[i] = int(np.argmax(gains))
-        if picked == before:
-            break
-    found = _best_of(X, [sum((own[c] for own, c in zip(choices, picked)), ())])
-    # Where blocks do not touch, the bound is reached by the pattern itself: the same sums.
-    is_all = float(W[np.ix_(found.pattern, found.pattern)].sum()) >= above * (1 - 1e-12)
-    return Worst(found.low, found.high if is_all else max(above, found.low), found.pattern)
+    """One class in every block: the largest of each, and a bound by the largest of every pair.
+
+    They meet where blocks share nothing, as after restarts.
+    """
+    classes = [own for block in choices for own in block]
+    order = np.concatenate(classes).astype(int)
+    starts = np.cumsum([0, *map(len, classes)])[:-1]
+    sums = np.abs(X)[np.ix_(order, order)]
+    sums = np.add.reduceat(np.add.reduceat(sums, starts), starts, axis=1)
+    blocks = np.cumsum([0, *map(len, choices)])
+    pairs = np.maximum.reduceat(np.maximum.reduceat(sums, blocks[:-1]), blocks[:-1], axis=1)
+    own = np.diag(sums)
+    picked = [i + int(np.argmax(own[i:j])) for i, j in pairwise(blocks)]
+    bound = float(pairs.sum() - np.trace(pairs) + own[picked].sum())
+    found = _of_pattern(X, sum((classes[i] for i in picked), ()))
+    return Worst(found.low, max(bound, found.high), found.pattern)
 
 
-def _chains(X: Array, *, gap: int, every: int, most: int) -> Worst:
+def _search(X: Array, *, gap: int, every: int, most: int) -> Worst:
     """Increasing steps, at least `gap` apart inside a block of `every`, at most `most` of them.
 
-    Level by level: all patterns of one step, of two, …; a pattern is dropped when its sum of |X|
-    and the most that further steps can add stay below the best sum so far.
+    A first look follows the few patterns of the largest bounds; what it finds cuts off the rest.
     """
-    n, W, steps = len(X), np.abs(X), np.arange(len(X))
-    after = np.minimum(np.minimum(steps + gap, (steps // every + 1) * every), n)
+    W, steps = np.abs(X), np.arange(len(X))
+    after = np.minimum(np.minimum(steps + gap, (steps // every + 1) * every), len(X))
+    first = _levels(W, after, most, best=(int(np.argmax(np.diag(W))),), kept=_FEW)[0]
+    best, above = _levels(W, after, most, best=first, kept=_KEPT)
+    found = _of_pattern(X, best)
+    return Worst(found.low, max(found.high, above), best)
+
+
+def _levels(
+    W: Array, after: NDArray[np.int64], most: int, *, best: Pattern, kept: int
+) -> tuple[Pattern, float]:
+    """All patterns of one step, of two, …: the one with the largest sum of W, and a bound for all.
+
+    A pattern is dropped when its sum and the most that further steps can add stay below the best
+    sum so far; of more than `kept` patterns the lower ones are dropped, and the bound tells.
+    """
+    n = len(W)
     # jumps[r, i]: the earliest step that can be the r-th one after i; n stands for none.
-    jumps: list[NDArray[np.int64]] = [steps]
+    jumps = [np.arange(n)]
     while len(jumps) <= most and (jumps[-1] < n).any():
         jumps.append(np.append(after, n)[jumps[-1]])
     among = _shared(W, jumps, most)
-    best = _guess(W, after, most)
     low, dropped = float(W[np.ix_(best, best)].sum()), 0.0
-
-    def bounds(values: Array, gains: Array, first: Array, left: int) -> Array:
-        """Sums that patterns can grow to by `left` further steps from `first` on."""
-        tops = _from_here_on(gains + among[min(left, len(among)) - 1])
-        rows, found = np.arange(len(values)), values.copy()
-        for jump in jumps[:left]:
-            found += tops[rows, np.append(jump, n)[first]]
-        return found
-
-    patterns, values = np.zeros((1, 0), dtype=int), np.zeros(1)
-    gains, first = np.diag(W)[None].copy(), np.zeros(1, dtype=int)
-    for level in range(most):
-        left, kept = most - level - 1, []  # how many may still be added
-        for at in range(0, len(values), _AT_ONCE):
-            state, step = np.nonzero(steps >= first[at : at + _AT_ONCE, None])
-            state += at
-            value = values[state] + gains[state, step]
-            top = int(np.argmax(value)) if len(value) else -1
-            if top >= 0 and value[top] > low:
-                low, best = float(value[top]), (*patterns[state[top]].tolist(), int(step[top]))
-            for cut in range(0, len(state) if left else 0, _AT_ONCE * 16):
-                s, t = state[cut : cut + _AT_ONCE * 16], step[cut : cut + _AT_ONCE * 16]
-                above = bounds(value[cut : cut + len(s)], gains[s] + 2 * W[t], after[t], left)
-                kept += [(above[i], s[i], t[i]) for i in np.flatnonzero(above > low * (1 + 1e-12))]
-        kept = [one for one in kept if one[0] > low * (1 + 1e-12)]
-        if len(kept) > _KEPT:
-            kept.sort(key=lambda one: -one[0])
-            dropped, kept = max(dropped, float(kept[_KEPT][0])), kept[:_KEPT]
-        if not kept:
-            break
-        state, step = (np.array(own) for own in list(zip(*kept))[1:])
-        patterns = np.column_stack([patterns[state], step])
-        values, gains = values[state] + gains[state, step], gains[state] + 2 * W[step]
-        first = after[step]
-    reached, _ = directions(X[np.ix_(best, best)])
-    return Worst(reached, max(reached, low, dropped), best)
-
-
-def _from_here_on(rows: Array) -> Array:
-    """The largest entry from every column on; zero beyond the last."""
-    tops = np.maximum.accumulate(rows[:, ::-1], axis=1)[:, ::-1]
-    return np.pad(tops, ((0, 0), (0, 1)))
+    level: list[tuple[float, Pattern]] = [(np.inf, ())]
+    for left in reversed(range(most)):  # how many may still be added behind the next one
+        grown: list[tuple[float, Pattern]] = []
+        for bound, pattern in level:
+            if bound <= low * (1 + 1e-12):
+                continue
+            last = int(after[pattern[-1]]) if pattern else 0
+            gains = np.diag(W) + 2 * W[list(pattern)].sum(axis=0)
+            values = float(W[np.ix_(pattern, pattern)].sum()) + gains[last:]
+            if len(values) and values.max() > low:
+                low, best = float(values.max()), (*pattern, last + int(values.argmax()))
+            if not left:
+                continue
+            more = gains + 2 * W[last:] + among[min(left, len(among)) - 1]
+            tops, rows = _from_here_on(more), np.arange(n - last)
+            bounds = values + sum(tops[rows, np.append(j, n)[after[last:]]] for j in jumps[:left])
+            grown += [
+                (float(bounds[i]), (*pattern, last + int(i)))
+                for i in np.flatnonzero(bounds > low * (1 + 1e-12))
+            ]
+            if len(grown) > kept:
+                grown.sort(reverse=True)
+                dropped = max(dropped, grown[kept][0])
+                del grown[kept:]
+        level = grown
+    return best, max(low, dropped)
 
 
 def _shared(W: Array, jumps: list[NDArray[np.int64]], most: int) -> Array:
@@ -220,26 +190,7 @@ def _shared(W: Array, jumps: list[NDArray[np.int64]], most: int) -> Array:
     return np.vstack([np.zeros(n), np.cumsum(tops, axis=0)])
 
 
-def _guess(W: Array, after: Array, most: int) -> Pattern:
-    """A good pattern: the best of those that take every next step, improved one step at a time."""
-    n, best, found = len(W), -1.0, tuple[int, ...]()
-    for start in range(min(int(after[0]), n)):
-        pattern = [start]
-        while len(pattern) < most and after[pattern[-1]] < n:
-            pattern.append(int(after[pattern[-1]]))
-        value = float(W[np.ix_(pattern, pattern)].sum())
-        if value > best:
-            best, found = value, tuple(pattern)
-    pattern, is_better = list(found), True
-    while is_better:
-        is_better = False
-        for i in range(len(pattern)):
-            others = pattern[:i] + pattern[i + 1 :]
-            gains = np.diag(W) + 2 * W[:, others].sum(axis=1)
-            gains[: after[pattern[i - 1]] if i else 0] = -1.0
-            if i + 1 < len(pattern):
-                gains[after > pattern[i + 1]] = -1.0
-            move = int(np.argmax(gains))
-            if gains[move] > gains[pattern[i]] * (1 + 1e-12):
-                pattern[i], is_better = move, True
-    return tuple(pattern)
+def _from_here_on(rows: Array) -> Array:
+    """The largest entry from every column on; zero beyond the last."""
+    tops = np.maximum.accumulate(rows[:, ::-1], axis=1)[:, ::-1]
+    return np.pad(tops, ((0, 0), (0, 1)))

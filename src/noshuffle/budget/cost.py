@@ -40,9 +40,9 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
-from noshuffle.plan_accountant import direction_of, renyi_law, sampled_release
+from noshuffle.plan.guarantee import direction_of, renyi_law, sampled_release
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.spending import gaussian_sum
-from noshuffle.statement import PrivacyStatement
 
 #: Share of the budget's δ that a run pays for a curve that is not Gaussian.
 _SHARE = 1e-3

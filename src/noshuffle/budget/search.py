@@ -8,16 +8,25 @@ the ε of one run. `law="all"` trains every setting once and takes the best nois
 composition of all of them, exactly. The number of runs, the settings and the noise of the scores
 are drawn by the operating system; how many runs there were and how the others did stays secret.
 
-State: none; every run draws on a `Trial`, which refuses what would cost more than its share.
+A run of a search draws on a `Trial`, which lets in what costs no more than its share. It counts in
+memory, in one process: threads wait for each other, and a copy in another process (of a pool of
+workers) lets nothing in, as nobody would add up what it counts.
+
+>>> import pickle
+>>> trial = Trial(1.0, 1e-6, "zero-out", "example")
+>>> trial.owner == os.getpid(), pickle.loads(pickle.dumps(trial)).owner
+(True, 0)
 """
 
 from __future__ import annotations
 
 import math
+import os
 import secrets
-import sqlite3
+import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -25,9 +34,12 @@ import numpy as np
 from noshuffle.accounting import gaussian
 from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
 from noshuffle.budget.budget import Budget
-from noshuffle.budget.trial import Trial
+from noshuffle.budget.cost import Cost, cost_of, total
 from noshuffle.errors import (
+    BudgetExceeded,
     InvalidInput,
+    NoshuffleError,
+    Unsupported,
     callables,
     instance_of,
     one_of,
@@ -36,17 +48,95 @@ from noshuffle.errors import (
 )
 from noshuffle.noise import Source, new_key
 from noshuffle.noise.laws import KeyedDraws
-from noshuffle.release.facts import OTHER_RUNS
-from noshuffle.rounding import up
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan import PrivacyStatement
+from noshuffle.release.spending import OTHER_RUNS
+from noshuffle.rounding import down, up
 from noshuffle.user_warnings import warn_user
 
 #: Called with a setting and a trial; gives back a result and its scores.
 RunFn = Callable[[Any, "Trial"], tuple[Any, Any]]
+INSIDE = "This run is one of a search; the statement of the search covers it, not this one."
 _SECRET = (
     "Only the best run was released: its setting, its result and its {score}. {secret}, and "
     "everything of the others stays secret."
 )
+
+
+@dataclass
+class Trial:
+    """What one run of a search draws on: give it as `budget=`, and plan for its `epsilon`.
+
+    Guarantees: what it lets in costs no more than its share, however many threads ask at once. A
+    forked process is refused, and so is what was pickled.
+    """
+
+    epsilon: float
+    delta: float
+    neighbours: str
+    unit: str
+    costs: list[Cost] = field(default_factory=list)
+    origin: str = "search"
+    #: Why no ε holds for a run of it, and so for the choice among them, if that was found out.
+    not_private: str = ""
+    #: The process that counts; 0 in what was pickled.
+    owner: int = field(default_factory=os.getpid, repr=False)
+    _turn: Any = field(default_factory=threading.Lock, repr=False, compare=False)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Trial:
+        return self
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "owner": 0, "_turn": None}
+
+    @property
+    def name(self) -> str:
+        return self.origin
+
+    def reserve(
+        self,
+        what: str,
+        statement: PrivacyStatement,
+        *,
+        run: Path | None = None,
+        **more: Any,
+    ) -> Trial:
+        """Let a run in if the runs of this trial stay within its share."""
+        if run is not None:
+            raise Unsupported("runs of a search leave no trace: leave out run=, keep the best")
+        if self.owner != os.getpid():
+            raise Unsupported(
+                "this is a copy of what a run of a search draws on, and what it lets in would not "
+                "be counted; train in the process of the search (threads may), n_jobs=1"
+            )
+        self._refuse_others(statement, what)
+        cost = cost_of(statement, delta=self.delta, neighbours=self.neighbours)
+        with self._turn:
+            if not total([*self.costs, cost]).epsilon(self.delta) <= self.epsilon:
+                raise BudgetExceeded(
+                    f"one run of this search may cost ε = {down(self.epsilon)} at "
+                    f"δ = {up(self.delta)}, {what} would cost {up(cost.epsilon(self.delta))}; "
+                    "fit plans for trial.epsilon"
+                )
+            self.costs.append(cost)
+        return self
+
+    def settle(self, statement: PrivacyStatement, **more: Any) -> None:
+        """Nothing is given back: the bound is on a run as it was planned. One that turned out to be
+        no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
+        if statement.epsilon > 0:
+            self._refuse_others(statement, statement.mechanism)
+            self.not_private = " ".join(statement.not_private) or self.not_private
+
+    def words(self) -> str:
+        """For the statement of the run itself."""
+        return INSIDE
+
+    def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
+        if statement.unit != self.unit or statement.mu is None:
+            raise Unsupported(
+                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
+                f"{self.unit}; {what} does not"
+            )
 
 
 @dataclass(frozen=True)
@@ -122,8 +212,7 @@ def tune(
     if budget is None:
         statement = statement.with_assumptions(OTHER_RUNS)
     else:
-        what = f"search over {len(choices)} settings"
-        charge = budget.open(what, statement)
+        charge = budget.reserve(f"search over {len(choices)} settings", statement)
     random = secrets.SystemRandom()
     if drawn is None:
         asked = choices
@@ -146,18 +235,14 @@ def tune(
         try:
             charge.settle(statement)
             statement = statement.with_assumptions(charge.words())
-        except (OSError, sqlite3.Error) as error:  # a full disk: what was paid for is not lost
-            _warn_unsettled(budget, error)
+        except (OSError, NoshuffleError) as error:  # a full disk: what was paid for is not lost
+            warn_user(
+                f"{budget} could not be written ({error}): the search stays charged as it was "
+                "reserved, which is what it costs; what it found is returned",
+                RuntimeWarning,
+            )
             statement = statement.with_assumptions(OTHER_RUNS)
     return Tuned(best[1], best[2], best[0], statement)
-
-
-def _warn_unsettled(budget: Budget | None, error: Exception) -> None:
-    warn_user(
-        f"the books of {budget} could not be written ({error}): the search stays charged as it was "
-        "reserved, which is what it costs; what it found is returned",
-        RuntimeWarning,
-    )
 
 
 def _noisy(scores: Any, mu: float, draws: KeyedDraws) -> float:

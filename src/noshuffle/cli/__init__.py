@@ -77,10 +77,6 @@ def _answer(given: list[str]) -> int:
     except MemoryError:
         return refuse("there is not enough memory for that; ask for fewer steps, rows or buckets")
     except Exception as error:
-        if "sqlite3" in sys.modules and isinstance(error, sys.modules["sqlite3"].DatabaseError):
-            from noshuffle.release.ledger_errors import in_words
-
-            return refuse(in_words(error))
         # typer may carry its own click: recognise usage errors by shape, not by class.
         if hasattr(error, "format_message"):
             return refuse(error.format_message() or "give a command; noshuffle --help lists them")

@@ -46,13 +46,13 @@ def _everywhere(
 
 def readable(command: Command) -> Callable[..., Any]:
     """The command as typer reads it, with refusals in the words of its options, one line each."""
-    names = [one.name for one in command.options()]
+    flags = {one.name: one.flags[0] for one in command.options()}
 
     def call(**given: Any) -> Any:
         try:
             return command(**given)
         except NoshuffleError as error:
-            return refuse(in_options(str(error), names))
+            return refuse(in_options(str(error), flags))
         except KeyboardInterrupt as error:  # typer would say nothing
             return refuse("stopped", status=status_of(error))
 

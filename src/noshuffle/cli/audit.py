@@ -130,10 +130,8 @@ def _trained(asked: AuditSettings, plan: Plan, *, is_quiet: bool) -> list[Findin
 
 
 def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
-    """Write the pages that were asked for; the ledger of a run learns of those in its folder."""
+    """Write the pages that were asked for."""
     from noshuffle.release.files import write_json
-    from noshuffle.release.folder import RunFolder
-    from noshuffle.release.seal import note_pages
     from noshuffle.report import write_report
     from noshuffle.report.html import write_audit
 
@@ -144,7 +142,6 @@ def _written(asked: AuditSettings, record: dict[str, Any]) -> list[Path]:
     if asked.save and asked.target is not None:
         write_json(asked.target / "audit.json", record)
         write_audit(record, asked.target / "audit.html", title=title)
-        note_pages(RunFolder(asked.target), "audit.json", "audit.html")
         if (asked.target / "report.html").is_file():
             write_report(asked.target)
         pages.append(asked.target / "audit.html")

@@ -54,11 +54,10 @@ def budget(asked: BudgetSettings, output: Output) -> None:
     federated, fit and sum. A limit cannot be changed: it is fixed before the first run.
     """
     from noshuffle.budget import Budget
-    from noshuffle.budget.store import Books
     from noshuffle.report.budget import draw_budget
 
     is_begun = asked.epsilon is not None and asked.delta is not None
-    if not is_begun and not Books(asked.folder).is_there:
+    if not is_begun and not Budget.is_in(asked.folder):
         raise InvalidInput(
             f"{asked.folder} holds no budget; give --epsilon and --delta to begin one there"
         )
@@ -83,9 +82,8 @@ def opened(folder: Path | None, *, has_baseline: bool = False) -> Budget | None:
     if folder is None:
         return None
     from noshuffle.budget import Budget
-    from noshuffle.budget.store import Books
 
-    if not Books(folder).is_there:
+    if not Budget.is_in(folder):
         raise InvalidInput(
             f"--budget: {folder} holds no budget; begin one first: noshuffle budget "
             f"{quoted(folder)} --epsilon ε --delta δ"
@@ -102,7 +100,7 @@ def opened(folder: Path | None, *, has_baseline: bool = False) -> Budget | None:
 def note_baseline(own: Budget | None, bare: Any) -> None:
     """List a run without privacy before it starts; `bare` is its statement."""
     if own is not None:
-        own.unprotected(BASELINE).open(BASELINE, bare)
+        own.unprotected(BASELINE).reserve(BASELINE, bare)
 
 
 def _record(own: Budget, picture: Path) -> dict[str, Any]:
@@ -120,7 +118,6 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
             {
                 "what": entry.what,
                 "epsilon": entry.cost.epsilon(own.delta),
-                "reserved_epsilon": entry.reserved.epsilon(own.delta),
                 "is_open": entry.is_open,
                 "began": entry.began,
                 "run": entry.run or None,

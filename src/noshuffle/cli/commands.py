@@ -43,7 +43,7 @@ COMMANDS = {
     "verify": Listed("evidence", "Recompute the guarantee of a run from its folder."),
     "seal": Listed(
         "evidence",
-        "Destroy the keys of a run for good, so that nobody can take the noise off again.",
+        "End a run for good: its secret is removed, so that nobody can take the noise off again.",
     ),
     "audit": Listed("audit", "Check a guarantee without the formulas that made it."),
     "report": Listed("evidence", "Draw report.html of a run again from its files."),

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import check_options, mechanism_named
 from noshuffle.cli.promise import Output, Promise, print_json
 from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, unit_rate
-from noshuffle.participation import Epochs, Participation, Restarted
+
+if TYPE_CHECKING:
+    from noshuffle.participation import Participation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -45,6 +47,7 @@ def epsilon(asked: EpsilonSettings, output: Output) -> None:
 
 
 def _plan(asked: EpsilonSettings) -> Any:
+    from noshuffle.participation import Epochs, Restarted
     from noshuffle.plan import Plan
     from noshuffle.strategies import tree
 
@@ -96,6 +99,8 @@ def _plan(asked: EpsilonSettings) -> Any:
 
 def _restart_steps(text: str | None, participation: Participation) -> int | None:
     """`--restart-every` in steps: a number of steps, or a number of epochs with the suffix e."""
+    from noshuffle.participation import Epochs
+
     if text is None:
         return None
     digits = text.removesuffix("e")

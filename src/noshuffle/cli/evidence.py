@@ -1,20 +1,15 @@
-"""`noshuffle verify`, `seal` and `report`: what a run proves, how it is closed, how it looks."""
+"""`noshuffle verify`, `seal` and `report`: what a run shows, how it ends, how it looks."""
 
 from __future__ import annotations
 
-from contextlib import closing
 from dataclasses import dataclass
+from importlib import import_module
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from noshuffle.cli.from_record import argument, setting, takes
 from noshuffle.cli.promise import SIGN_HELP, Output, print_json
 from noshuffle.cli.words import in_options, quoted, say
 from noshuffle.errors import InvalidInput
-
-if TYPE_CHECKING:
-    pass
-
 
 _RUN = "a run folder, as train, federated, fit and sum make"
 
@@ -33,59 +28,56 @@ class VerifySettings(FolderArgument):
     public_key: str | None = setting(
         None, "PEM file (or 64 hex digits) of the Ed25519 key that must have signed the run"
     )
+    modules: list[str] | None = setting(
+        None, "module that registers a mechanism of one's own; repeatable", "--import"
+    )
 
 
 @takes(VerifySettings, Output)
 def verify(asked: VerifySettings, output: Output) -> int:
     """Recompute the guarantee of a run from its folder.
 
-    PROVED (exit status 0): all that the folder can show was recomputed. CONSISTENT (3): nothing
-    contradicts it; what could not be checked is named. NOT PRIVATE (4): test seed, no noise.
-    REFUTED (1): a row or a file contradicts the statement. Exit status 2: plan, statement or
-    ledger could not be read, the folder is no run, or none has begun in it: nothing is known of
-    the guarantee.
+    VERIFIED (exit status 0): plan, log and statement agree, and ε is what follows from them; what a
+    folder cannot show is named below. NOT PRIVATE (4): test seed, no noise. REFUTED (1): a line or
+    a file contradicts the statement. Exit status 2: nothing is known of the guarantee, since
+    something could not be read, the folder is no run, or its mechanism is not known here (see
+    --import).
     """
     from noshuffle.release.verify import verify as check
 
+    for name in asked.modules or ():
+        try:
+            import_module(name)
+        except Exception as error:
+            raise InvalidInput(f"--import {name!r} could not be imported: {error}") from error
     verdict = check(asked.run, public_key=asked.public_key)
     if output.json:
         print_json(verdict.to_dict())
     else:
-        say(in_options(verdict.words(), ("sign", "public_key")))
+        say(in_options(verdict.words(), {"public_key": "--public-key"}))
     return verdict.exit_code
 
 
 @dataclass(frozen=True, kw_only=True)
 class SealSettings(FolderArgument):
     sign: Path | None = setting(None, SIGN_HELP)
-    keep_positions: bool = setting(
-        False, "keep who was drawn when in the ledger of a sampled run", "--keep-positions"
-    )
 
 
 @takes(SealSettings, Output)
 def seal(asked: SealSettings, output: Output) -> None:
-    """Destroy the keys of a run for good, so that nobody can take the noise off again.
+    """End a run for good: its secret is removed, so that nobody can take the noise off again.
 
-    What only the keys can show is checked first and written down. Of a run with secret draws the
-    lists of who was drawn are removed too. An unfinished run cannot go on afterwards. Finished
-    runs of train, federated and sum are sealed by themselves.
+    An unfinished run cannot go on afterwards; one that adds up with it can be begun (train --fork,
+    sum --fork). Finished runs of train, federated and sum end by themselves.
     """
-    from noshuffle.release.folder import RunFolder
-    from noshuffle.release.ledger_tables import Evidence
-    from noshuffle.release.seal import seal as close
+    from noshuffle.release.open_run import seal as end
 
-    checked = close(asked.run, sign=asked.sign, keep_positions=asked.keep_positions)
+    end(asked.run, sign=asked.sign)
     is_signed = asked.sign is not None
     if output.json:
-        print_json({"sealed": str(asked.run), "checked": list(checked), "signed": is_signed})
+        print_json({"sealed": str(asked.run), "signed": is_signed})
         return
-    print(f"sealed: the keys of {asked.run} are destroyed")
-    with closing(Evidence(RunFolder(asked.run).ledger_file)) as evidence:
-        if any(row.is_removed for row in evidence.rows()):
-            print("  who was drawn in which step is removed from its ledger")
-    for line in checked:
-        print(f"  (checked before: {line})")
+    print(f"sealed: {asked.run} has ended, and its secret is removed")
     if is_signed:
         print(f"signed: {asked.run / 'signature.json'}")
     print(f"check the evidence: noshuffle verify {quoted(asked.run)}")
@@ -100,7 +92,7 @@ class ReportSettings(FolderArgument):
 def report(asked: ReportSettings, output: Output) -> None:
     """Draw report.html of a run again from its files.
 
-    The ledger gets the digest of the new page; a signed run is left as it is (use --output).
+    A signed run is left as it is (use --output).
     """
     from noshuffle.release.files import write_bytes
     from noshuffle.release.folder import RunFolder
@@ -116,7 +108,7 @@ def report(asked: ReportSettings, output: Output) -> None:
             "--output FILE"
         )
     else:
-        path = write_report(asked.run)  # the ledger is told
+        path = write_report(asked.run)
     if output.json:
         print_json({"report": str(path)})
     else:

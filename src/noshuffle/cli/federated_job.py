@@ -23,7 +23,7 @@ from noshuffle.cli.budget import note_baseline
 from noshuffle.cli.federated_parts import Job, assemble
 from noshuffle.cli.federated_settings import FederatedSettings, Limits
 from noshuffle.cli.job_view import JobProgress, JobResult, JobWords, Say, Stopped, Watch
-from noshuffle.errors import NoshuffleError, ReplayRefused
+from noshuffle.errors import NoshuffleError, ReuseRefused
 from noshuffle.federated import simulate
 from noshuffle.federated.clients import LossFn, cross_entropy, squared_error
 from noshuffle.federated.per_user import Spending
@@ -106,7 +106,6 @@ def run_job(
     settings: FederatedSettings,
     path: Path,
     *,
-    keep_keys: bool = False,
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
@@ -115,7 +114,6 @@ def run_job(
     """Train (or resume) the run in `path`, write its evidence and its report.
 
     Raises `Stopped` after the round during which `is_stopped` came true; everything is saved then.
-    A finished run is sealed unless `keep_keys`.
     """
     say = say or (lambda _: None)
     began = time.perf_counter()
@@ -130,10 +128,9 @@ def run_job(
         result = _train(job, watch, is_stopped)
         loss, accuracy = evaluate(job.model, result.parameters, job.task, loss_fn=loss_of(job.task))
         _note(job, loss, accuracy, kind="summary")
-        job.rounds.save()
-        write_report(path)  # before the ledger is closed, which then knows of the page
     finally:
-        _let_go(job, keep_keys=keep_keys)
+        _let_go(job)
+    write_report(path)
     baseline = None
     if settings.baseline:
         say("training once more without noise, for comparison")
@@ -219,8 +216,7 @@ def _note(job: Job, loss: float, accuracy: float, *, kind: str = "evaluation") -
 def _tell_operator(job: Job, report: RoundReport) -> None:
     """Raw counts of a round, which ε does not cover: a file for the owner of the folder only.
 
-    None where cohorts are secret draws: how many were asked is as secret as who, and the ledger
-    would keep digests of the file, from which the count of a round can be guessed.
+    None where cohorts are secret draws: how many were asked is as secret as who.
     """
     folder = job.server.run
     if folder is None or job.server.plan.participation.is_sampled:
@@ -232,11 +228,11 @@ def _tell_operator(job: Job, report: RoundReport) -> None:
         file.write(line.encode())
 
 
-def _let_go(job: Job, *, keep_keys: bool) -> None:
-    """Save, close, seal; an open round is given up, a torn one is left to the next resume."""
+def _let_go(job: Job) -> None:
+    """Save and close; an open round is given up, one that failed half-way is left to a resume."""
     try:
-        job.rounds.close(keep_keys=keep_keys)
-    except ReplayRefused:
+        job.rounds.close()
+    except ReuseRefused:
         pass  # another process has gone on with the run: the folder is its own now
     except NoshuffleError:
         job.server.close()

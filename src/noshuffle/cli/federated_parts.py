@@ -40,8 +40,7 @@ from noshuffle.optim import FTRL
 from noshuffle.participation import MinSeparation, Participation, Poisson
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
-from noshuffle.release.count_cost import bit_noise_for
-from noshuffle.release.threshold import changes_every
+from noshuffle.release.threshold import bit_noise_for, changes_every
 from noshuffle.strategies.workload import Workload, cooldown
 from noshuffle.training import RunFolder, models
 

@@ -30,7 +30,6 @@ def fit(asked: FitSettings, output: Output) -> None:
     from noshuffle import convex
     from noshuffle.convex.given_bounds import NoBounds
     from noshuffle.release.folder import RunFolder
-    from noshuffle.release.seal import note_files
     from noshuffle.report import write_report
 
     path = asked.out or dated(asked.file.stem)
@@ -65,7 +64,6 @@ def fit(asked: FitSettings, output: Output) -> None:
     }
     statement = _write_results(RunFolder(path), model, table, how)
     write_report(path)
-    note_files(path)
     _print(model, statement, path, as_json=output.json)
 
 
@@ -82,7 +80,7 @@ def _table(asked: FitSettings) -> Any:
 
 
 def _write_results(run: Any, model: Any, table: Any, how: dict[str, Any]) -> Any:
-    """Metrics, the model as JSON, and what the statement rests on beyond the ledger's facts."""
+    """Metrics, the model as JSON, and what the statement rests on beyond the facts of the log."""
     import numpy as np
 
     from noshuffle.release.files import read_json, write_json

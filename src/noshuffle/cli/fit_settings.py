@@ -34,7 +34,7 @@ ESTIMATORS = {
 }
 TASKS = tuple(ESTIMATORS)
 _CLASSES = ("logistic", "svc")
-#: Those whose steps a ledger can show.
+#: Those whose steps a log can show.
 SOLVERS = ("auto", "gd", "ftrl", "sums")
 #: Settings that go to the estimator under their own name.
 _PASSED_ON = (
@@ -58,7 +58,7 @@ class FitSettings:
     classes: str | None = setting(
         None, "all classes, a,b,c; without it they are read from the file"
     )
-    mechanism: str = setting("blt", HELP)
+    mechanism: str | None = setting(None, f"for ftrl and sums (default blt): {HELP}")
     batch_size: int | None = setting(None, "rows a step (default: by length)")
     passes: int = setting(1, "passes over the table, in the same order (gd: readings)")
     clip_norm: float | None = setting(None, "bound on a gradient of a row (default: by task)")
@@ -94,7 +94,7 @@ def estimator_settings(asked: FitSettings, table: Any) -> dict[str, Any]:
     """What the estimator is made with; the run folder keeps the same."""
     settings: dict[str, Any] = {
         **{name: getattr(asked, name) for name in _PASSED_ON},
-        "mechanism": mechanism_named(asked.mechanism),
+        "mechanism": None if asked.mechanism is None else mechanism_named(asked.mechanism),
         "bounds": _bounds(asked.bounds or [], table),
         "test_seed": asked.test_seed,
     }

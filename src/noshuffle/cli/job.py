@@ -28,8 +28,7 @@ from noshuffle.cli.train_settings import TrainSettings
 from noshuffle.cli.train_task import TrainTask, task_of
 from noshuffle.datasets import DataSet
 from noshuffle.noise import test_source
-from noshuffle.release.folder_lock import take
-from noshuffle.release.unit_ids import Ids
+from noshuffle.release.units import Ids
 from noshuffle.report import write_report
 from noshuffle.training import Private, RunFolder, fit_model, privatize
 from noshuffle.training.batches import TensorBatches
@@ -40,12 +39,11 @@ def run_job(
     settings: TrainSettings,
     path: Path,
     *,
-    keep_keys: bool = False,
+    fork_of: Path | None = None,
     watch: Watch | None = None,
     say: Say | None = None,
     is_stopped: Callable[[], bool] = lambda: False,
     budget: Budget | None = None,
-    on_replay: str = "auto",
 ) -> JobResult:
     """Train (or resume) the run in `path`, write its evidence and its report.
 
@@ -60,9 +58,8 @@ def run_job(
     plan = folder.plan() if folder.is_started else make_plan(settings, data)
     optimizer = make_optimizer(settings, model)
     order = _order(settings, data)  # refused, if it is, before there is a run
-    draws, config = budget is not None, settings.to_dict()
-    with nullcontext() if folder.is_started else begun(folder, config, draws_on_budget=draws):
-        lock = take(path)
+    told = {"draws_on_budget": budget is not None, "is_fork": fork_of is not None}
+    with nullcontext() if folder.is_started else begun(folder, settings.to_dict(), **told):
         private = privatize(
             model,
             optimizer,
@@ -71,29 +68,33 @@ def run_job(
             batch_size=settings.batch_size,
             source=None if settings.test_seed is None else test_source(seed=settings.test_seed),
             run=folder,
+            fork_of=fork_of,
             budget=budget,
             augment=settings.augment,
             average=settings.average or None,
-            on_replay=on_replay,
         )
     if settings.unit == "user":
-        private.ledger.bind("public_order", "yes")  # a fact that statement and verify repeat
+        private._parts.release.bind("public_order", "yes")  # statement and verify repeat it
     batches = _batches(settings, data, private, order)
     say("training")
-    statement = fit_model(
-        private,
-        batches,
-        task.loss_fn,
-        epochs=_passes(settings),
-        evaluate=lambda m: {task.metric: task.score(m, data)},
-        evaluate_every=max(1, plan.steps // settings.epochs),
-        checkpoint_every=settings.checkpoint_every or _checkpoints(settings, data),
-        scheduler=make_scheduler(settings, optimizer, plan.steps),
-        callbacks=(_callback(task, watch, is_stopped),),
-    )
+    try:
+        fit_model(
+            private,
+            batches,
+            task.loss_fn,
+            epochs=_passes(settings),
+            evaluate=lambda m: {task.metric: task.score(m, data)},
+            evaluate_every=max(1, plan.steps // settings.epochs),
+            checkpoint_every=settings.checkpoint_every or _checkpoints(settings, data),
+            scheduler=make_scheduler(settings, optimizer, plan.steps),
+            callbacks=(_callback(task, watch, is_stopped),),
+        )
+    except BaseException:
+        private.close()  # another process may go on with the folder
+        raise
     score = task.score(model, data)
     test = {"words": f"held-out examples of {data.name}", "rows": len(data.x_test)}
-    summary = {"kind": "summary", "step": private.steps_done, task.metric: score}
+    summary = {"kind": "summary", "step": private.steps_released, task.metric: score}
     about = {**test, "is_public": data.is_test_public}
     if private.average is not None:
         with private.average.in_place():
@@ -101,10 +102,9 @@ def run_job(
         summary[f"{task.metric}_of_average"] = averaged
         shown = f"{averaged:.4g}" if task.metric == "test_error" else f"{100 * averaged:.2f} %"
         say(f"average of iterates: {shown} on {test['words']}")
+    private.close()
     folder.append_metrics({**summary, "test_data": about})
-    write_report(path)  # before the ledger is closed, which then knows of the page
-    private.close(keep_keys=keep_keys)
-    del lock  # another process may go on with the folder
+    write_report(path)
     baseline = None
     if settings.baseline:
         say("training once more without privacy, for comparison")
@@ -113,8 +113,8 @@ def run_job(
     return JobResult(
         path=path,
         plan=plan,
-        statement=statement,
-        steps=private.steps_done,
+        statement=private.statement(),
+        steps=private.steps_released,
         accuracy=None if task.metric == "test_error" else score,
         error=score if task.metric == "test_error" else None,
         baseline=baseline,

@@ -25,12 +25,13 @@ from noshuffle.cli.signals import Interrupted, StopRequest, status_of
 from noshuffle.cli.words import quoted, refuse
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.files import read_json
+from noshuffle.plan.statement import UNCHECKED, PrivacyStatement
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import finish_seal, seal
+from noshuffle.release.history import History
+from noshuffle.release.open_run import seal
 from noshuffle.release.signature import private_key
+from noshuffle.report import write_report
 from noshuffle.rounding import up
-from noshuffle.statement import PrivacyStatement
 
 
 def shown(accuracy: float | None, error: float | None) -> str:
@@ -96,6 +97,7 @@ class JobResult:
             *rows,
             *(("NOT PRIVATE", sentence) for sentence in unsafe),
             (words.epsilon, "no guarantee (see above)" if unsafe else epsilon),
+            *([] if said.participation_checked else [("", UNCHECKED)]),
             ("δ", up(said.delta)),
             ("per", f"{said.unit}, {said.neighbours} neighbours"),
             ("mechanism", self.plan.strategy.words()),
@@ -127,7 +129,7 @@ class JobResult:
 _TEXTS = "{task.description}", "{task.fields[count]}", "{task.fields[note]}"
 Watch = Callable[[JobProgress], None]
 Say = Callable[[str], None]
-#: job(settings, path, keep_keys=, watch=, say=, is_stopped=, budget=); raises `Stopped` if asked.
+#: job(settings, path, watch=, say=, is_stopped=, budget=); raises `Stopped` if asked.
 JobFn = Callable[..., JobResult]
 
 
@@ -147,7 +149,7 @@ def run_and_tell(
     try:
         with asked, watching(console, words) as (watch, say):
             told = {"watch": watch, "say": say, "is_stopped": asked, "budget": own}
-            result = finished(path) or job(settings, path, keep_keys=run.keep_keys, **told)
+            result = finished(path) or job(settings, path, **told)
     except (Stopped, KeyboardInterrupt) as error:
         status = asked.status if isinstance(error, Stopped) else status_of(error)
         if not (path / "plan.json").is_file():
@@ -171,31 +173,29 @@ def run_and_tell(
 
 
 def finished(path: Path) -> JobResult | None:
-    """What a run that is sealed ended with, from its folder; None if there is something to do."""
+    """What a run that has ended ended with, from its folder; None if there is something to do."""
     folder = RunFolder(path)
-    if folder.is_started:
-        finish_seal(folder)
-    if not folder.is_started or folder.key_file.exists():
+    if not folder.is_started:
         return None
-    plan, said = folder.plan(), read_json(folder.statement_file)
-    steps = int(said["released_steps"])
+    history = History.read(folder)
+    if not history.has_ended:
+        return None
+    folder.remove_secrets()  # its process may have been killed before it did that
+    plan, steps = history.plan, history.steps
     if steps < plan.steps:
         raise InvalidInput(
-            f"{path} was sealed after {steps} of {plan.steps} steps and cannot go on; start a new "
-            "run, or fork it"
+            f"{path} ended after {steps} of {plan.steps} steps and cannot go on; begin a new run, "
+            "or one that adds up with it"
         )
-    names = PrivacyStatement.__dataclass_fields__
-    record = {name: value for name, value in said.items() if name in names}
-    record |= {"assumptions": tuple(record["assumptions"])}
-    record["epsilon"] = math.inf if record["epsilon"] is None else record["epsilon"]
+    if not (path / "report.html").exists():
+        write_report(path)
     told = {"test_accuracy": math.nan, "test_error": None}
     for row in folder.metrics():
         told |= {name: row[name] for name in told if row.get(name) is not None}
-    said = PrivacyStatement(**record)
     return JobResult(
         path=path,
         plan=plan,
-        statement=said,
+        statement=history.statement(),
         steps=steps,
         accuracy=told["test_accuracy"],
         error=told["test_error"],

@@ -7,15 +7,17 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from noshuffle.cli.from_record import setting, takes
 from noshuffle.cli.mechanisms import mechanism_named
 from noshuffle.cli.promise import Output, Promise, check_picture, print_json
 from noshuffle.cli.words import say
 from noshuffle.errors import InvalidInput, NoshuffleError, one_of, whole
-from noshuffle.participation import Epochs, Participation
 from noshuffle.rounding import up
+
+if TYPE_CHECKING:
+    from noshuffle.participation import Participation
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -27,8 +29,7 @@ class PlanSettings(Promise):
     )
     sampling: str = setting(
         "",
-        "what secret draws would buy: any (poisson, cyclic, bins), or one of these, fixed or "
-        "truncated (with --population and --batch-size)",
+        "what secret draws would buy: any (poisson, cyclic, bins), or one of these",
     )
     plot: Path | None = setting(None, "draw error over steps and ε over batch size")
 
@@ -40,7 +41,8 @@ def plan(asked: PlanSettings, output: Output) -> None:
     Without options: the MNIST budget of the DP-FTRL paper (20 epochs of 240 steps, ε = 8).
     """
     from noshuffle.cli.kept_fit import kept_fit
-    from noshuffle.comparison import compare
+    from noshuffle.participation import Epochs
+    from noshuffle.plan import compare
     from noshuffle.strategies import Workload
 
     if asked.steps is None and asked.epochs is None and asked.steps_per_epoch is None:
@@ -93,15 +95,14 @@ def plan(asked: PlanSettings, output: Output) -> None:
 
 
 def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) -> list[Any]:
-    from noshuffle.plan import Plan
-    from noshuffle.sampled_fit import DRAWN, KINDS, alternatives
+    from noshuffle.participation import Epochs
+    from noshuffle.plan.comparison import KINDS, compare_sampling
     from noshuffle.strategies import Workload
 
     if not isinstance(participation, Epochs) or asked.target_epsilon is None:
         raise InvalidInput("--sampling needs --epochs with --steps-per-epoch, and --target-epsilon")
-    one_of(("any", *DRAWN), sampling=asked.sampling)
-    return alternatives(
-        Plan.fit,
+    one_of(("any", *KINDS[1:]), sampling=asked.sampling)
+    return compare_sampling(
         participation,
         epsilon=asked.target_epsilon,
         delta=asked.delta,
@@ -111,8 +112,6 @@ def _sampled(participation: Participation, asked: PlanSettings, unsampled: Any) 
         neighbours=asked.neighbours,
         unit=asked.unit,
         max_buffers=asked.max_buffers,
-        batch_size=asked.batch_size,
-        population=asked.population,
     )
 
 
@@ -132,7 +131,9 @@ def _print_table(rows: list[Any], beside: list[Any], words: str) -> None:
     cells = {
         "ε": lambda row: up(row.epsilon, places=3),
         "noise": lambda row: f"{row.noise_multiplier:.3f}",
-        "sensitivity": lambda row: f"{'' if row.exact else '≤ '}{row.sensitivity:.3f}",
+        "sensitivity": lambda row: (
+            f"{'' if row.plan.sensitivity.exact else '≤ '}{row.plan.sensitivity.value:.3f}"
+        ),
         "rms": lambda row: f"{row.rms:.3f}",
         "max": lambda row: f"{row.max:.3f}",
         "buffers": lambda row: str(row.buffers),

@@ -24,10 +24,8 @@ JSON_HELP = "print JSON and nothing else"
 DELTA_HELP = "δ, strictly between 0 and 1"
 NOISE_HELP = "noise standard deviation / clip norm of one contribution"
 TEST_SEED_HELP = "reproducible noise for tests: NOT PRIVATE"
-SIGN_HELP = "sign the sealed run with this Ed25519 private key (a PEM file)"
-REPLAY_HELP = (
-    "a step released before whose sum is another now: refuse; skip: no update, still charged"
-)
+SIGN_HELP = "sign the run that has ended with this Ed25519 private key (a PEM file)"
+FORK_HELP = "end the run in this folder, and begin one that adds up with it"
 FOLDER_HELP = "run folder (default runs/NAME-TIME)"
 
 

@@ -25,8 +25,8 @@ from noshuffle.errors import InvalidInput, utf8
 if TYPE_CHECKING:
     from noshuffle.release.folder import RunFolder
 
-#: In config.json: that the run was begun with a budget.
-_DRAWS = "draws_on_budget"
+#: In config.json: that the run was begun with a budget, or to add up with another one.
+_DRAWS, _FORKS = "draws_on_budget", "is_fork"
 
 
 def read_toml(path: Path, *, table: str) -> dict[str, Any]:
@@ -49,7 +49,7 @@ def kept_settings(run: Path, *, kind: str, budget: Path | None) -> dict[str, Any
     """The settings that a run folder was started with, if `noshuffle KIND` made it.
 
     A run that was to draw on a budget goes on with one: a process may have been killed before its
-    ledger said so.
+    log said so.
     """
     file = run / "config.json"
     if not file.is_file():
@@ -70,6 +70,11 @@ def kept_settings(run: Path, *, kind: str, budget: Path | None) -> dict[str, Any
         raise InvalidInput(f"{run} was begun by an app on Flower; go on with the app's flwr run")
     if kept.pop(_DRAWS, False) and budget is None:
         raise InvalidInput(f"{run} was begun with a budget; give --budget FOLDER again")
+    if kept.pop(_FORKS, False) and not (run / "log.jsonl").exists():
+        raise InvalidInput(
+            f"{run} was cut off before it knew of the run that it was to add up with; give --fork "
+            "and another --out"
+        )
     return kept
 
 
@@ -85,36 +90,48 @@ def check_new_folder(out: Path, *, resumes: bool = True) -> None:
     utf8(out=out)
     if out.exists() and not out.is_dir():
         raise InvalidInput(f"--out must be a new folder, {out} is a file; use another --out")
-    if out.exists() and any(file.name != ".lock" for file in out.iterdir()):
+    if out.exists() and any(out.iterdir()):
         is_run = resumes and (out / "config.json").exists()
         again = f"go on with --resume {quoted(out)}, or " if is_run else ""
         raise InvalidInput(f"{out} is not empty; {again}use another --out")
 
 
+def check_fork(fork_of: Path | None, *, resume: Path | None) -> None:
+    """Refuse a fork of no run, and one of a run that goes on."""
+    if fork_of is not None and resume is not None:
+        raise InvalidInput("--fork begins a new run, and --resume goes on with one; give one")
+    if fork_of is not None and not (fork_of / "plan.json").is_file():
+        raise InvalidInput(f"--fork: {fork_of} is not a run folder: it has no plan.json")
+
+
 @contextmanager
-def begun(home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool) -> Iterator[None]:
+def begun(
+    home: RunFolder, settings: dict[str, Any], *, draws_on_budget: bool, is_fork: bool = False
+) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
-    Those of a run that was refused are taken away again, keys included, and so are folders that
-    were made for it. Another process that began in the same folder meanwhile keeps its own.
+    Those of a run that was refused are taken away again, its secret included, and so are folders
+    that were made for it. Another process that began in the same folder meanwhile keeps its own.
     """
-    from noshuffle.release.files import make_folder, read_json
-    from noshuffle.release.folder_lock import take
+    from noshuffle.release.files import alone_in, make_folder, read_json
 
-    config = {**settings, _DRAWS: True} if draws_on_budget else settings
+    flags = {_DRAWS: draws_on_budget, _FORKS: is_fork}
+    config = {**settings, **{name: True for name, is_set in flags.items() if is_set}}
     made = home.missing()
     make_folder(home.path)
-    lock = take(home.path)
-    kept = read_json(home.config_file) if home.config_file.exists() else None
-    if home.is_started or kept not in (None, json.loads(json.dumps(config))):
-        raise InvalidInput(f"{home.path} holds another run, begun meanwhile; use another --out")
-    home.write_config(config)
+    meanwhile = f"{home.path} holds another run, begun meanwhile; use another --out"
     try:
-        yield
-    except BaseException:
-        if not home.is_started:
-            home.config_file.unlink(missing_ok=True)
-            home.clear(made)
-        raise
-    finally:
-        del lock
+        with alone_in(home.path):
+            kept = read_json(home.config_file) if home.config_file.exists() else None
+            if home.is_started or kept not in (None, json.loads(json.dumps(config))):
+                raise InvalidInput(meanwhile)
+            home.write_config(config)
+            try:
+                yield
+            except BaseException:
+                if not home.is_started:
+                    home.config_file.unlink(missing_ok=True)
+                    home.withdraw(made)
+                raise
+    except BlockingIOError:
+        raise InvalidInput(meanwhile) from None

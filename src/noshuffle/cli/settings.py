@@ -96,18 +96,8 @@ class RunOptions:
     json: bool = how(False, promise.JSON_HELP, "--json")
     out: Path | None = folder(None, promise.FOLDER_HELP)
     resume: Path | None = folder(None, "go on with the run in this folder; give it alone")
-    moved: bool = folder(
-        False, "not needed any more: a moved or copied folder goes on under fresh keys", "--moved"
-    )
-    keep_keys: bool = folder(
-        False, "do not destroy the keys when the run is finished", "--keep-keys"
-    )
     sign: Path | None = folder(None, promise.SIGN_HELP)
     budget: Path | None = privacy(None, BUDGET_HELP)
-
-    def __post_init__(self) -> None:
-        if self.keep_keys and self.sign is not None:
-            raise InvalidInput("--sign signs a sealed run; leave out --keep-keys")
 
     @property
     def is_new(self) -> bool:

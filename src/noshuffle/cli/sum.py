@@ -12,7 +12,6 @@ import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
-from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,15 +23,14 @@ from noshuffle.cli.number_rows import NumberRow, NumberRows, open_text
 from noshuffle.cli.promise import (
     DELTA_HELP,
     FOLDER_HELP,
+    FORK_HELP,
     JSON_HELP,
-    REPLAY_HELP,
     TEST_SEED_HELP,
     print_json,
 )
-from noshuffle.cli.run_home import begun, check_new_folder, dated, kept_settings
+from noshuffle.cli.run_home import begun, check_fork, check_new_folder, dated, kept_settings
 from noshuffle.cli.words import quoted, refuse, say
-from noshuffle.errors import InvalidInput, one_of, open_unit, positive, whole
-from noshuffle.participation import MinSeparation, SinglePass
+from noshuffle.errors import InvalidInput, open_unit, positive, whole
 
 if TYPE_CHECKING:
     from noshuffle.budget import Budget
@@ -40,7 +38,7 @@ if TYPE_CHECKING:
 
 _SCHEMA = "The columns of the table and the number of its rows are taken to be public knowledge."
 _BEYOND = "What one id adds beyond that many steps is left out."
-#: Steps between two checkpoints; those after the last one are repeated by a resumed run.
+#: Steps between two checkpoints; totals since the last one are in metrics.jsonl.
 _SAVE_EVERY = 50
 #: Totals in the table that is printed; the file holds all of them.
 _MOST_LINES = 12
@@ -89,10 +87,10 @@ class SumOptions:
     )
     json: bool = setting(False, JSON_HELP, "--json")
     budget: Path | None = setting(None, BUDGET_HELP)
-    on_replay: str = setting("refuse", REPLAY_HELP, check=partial(one_of, ("refuse", "skip")))
+    fork_of: Path | None = setting(None, FORK_HELP, "--fork")
 
     def __post_init__(self) -> None:
-        check_fields(self)
+        check_fork(self.fork_of, resume=self.resume)
 
 
 @takes(given(SumSettings), SumOptions)
@@ -108,12 +106,13 @@ def sum_(stated: dict[str, Any], where: SumOptions) -> int:
     from noshuffle.cli.signals import StopRequest
 
     settings, path = _settings_and_folder(stated, where)
-    own = opened(where.budget)
-    run = _Run(
-        settings, where.file, path, is_quiet=where.json, on_replay=where.on_replay, budget=own
-    )
+    run = _Run(settings, where, path, opened(where.budget))
     with StopRequest(lambda: run.is_reading) as is_stopped:
-        is_done = run.add_all(is_stopped)
+        try:
+            is_done = run.add_all(is_stopped)
+        except BaseException:  # every total that was told is in the folder already
+            run.sums.release.close_run()
+            raise
         run.close()
     if not is_done:
         again = f"noshuffle sum {quoted(where.file)} --resume {quoted(path)}"
@@ -143,26 +142,24 @@ class _Run:
     def __init__(
         self,
         settings: SumSettings,
-        file: Path,
+        where: SumOptions,
         path: Path,
-        *,
-        is_quiet: bool,
-        on_replay: str = "refuse",
-        budget: Budget | None = None,
+        budget: Budget | None,
     ) -> None:
         from noshuffle.noise import test_source
+        from noshuffle.participation import MinSeparation, SinglePass
         from noshuffle.plan import Plan
         from noshuffle.release.folder import RunFolder
         from noshuffle.release.private_sum import PrivateSum
 
-        self.settings, self.file, self.path = settings, file, path
+        self.settings, self.file, self.path = settings, where.file, path
         self.folder = RunFolder(path)
-        self.is_quiet = is_quiet
+        self.is_quiet = where.json
         is_begun = self.folder.is_started
         steps = 0 if is_begun else settings.steps or self._count()
         self.table = self._open()
         self.assumptions = [_SCHEMA] if settings.id is None else [_SCHEMA, _BEYOND]
-        told = {"kind": "sum", "file": file.name, "summed": list(self.table.columns)}
+        told = {"kind": "sum", "file": self.file.name, "summed": list(self.table.columns)}
         told["further_assumptions"] = self.assumptions
         if is_begun:
             self.plan = self.folder.plan()
@@ -176,22 +173,39 @@ class _Run:
                 delta=settings.delta,
                 unit="example" if settings.id is None else "user",
             )
-        seed, draws = settings.test_seed, budget is not None
+        seed = settings.test_seed
         told |= asdict(settings)
-        with nullcontext() if is_begun else begun(self.folder, told, draws_on_budget=draws):
+        flags = {"draws_on_budget": budget is not None, "is_fork": where.fork_of is not None}
+        with nullcontext() if is_begun else begun(self.folder, told, **flags):
             self.sums: PrivateSum = PrivateSum(
                 self.plan,
                 clip=settings.clip,
                 shape=(len(self.table.columns),),
                 on_violation="drop" if settings.id is not None else "refuse",
-                on_replay=on_replay,
                 run=self.folder,
+                fork_of=where.fork_of,
                 source=None if seed is None else test_source(seed=seed),
                 budget=budget,
             )
-        self.folder.forget_metrics_after(self.sums.step)
-        self.rows = 0
+        self.lost = self._take_up()
         self.is_cut = self.is_reading = False
+
+    def _take_up(self) -> int:
+        """Go on from the newest total; the number of steps that were charged and are in no total.
+
+        A process that was killed within a step leaves one: its rows do not come again.
+        """
+        from noshuffle.release.folder import step_of
+
+        self.folder.forget_metrics_after(self.sums.step)
+        saved = max(map(step_of, self.folder.saved()), default=0)
+        *_, last = [{"step": 0, "rows": 0}, *self.folder.metrics()]
+        if last["step"] > saved:
+            self.sums.go_on_from(last["totals"])
+        self.told = last["rows"]
+        self.rows = self.told + (self.sums.step - last["step"]) * self.settings.batch
+        lost: int = self.sums.step - max(last["step"], saved)
+        return lost
 
     def _open(self) -> NumberRows:
         asked = self.settings
@@ -226,13 +240,11 @@ class _Run:
     def add_all(self, is_stopped: Callable[[], bool]) -> bool:
         """Every step that is left; whether nobody asked to stop."""
         lines = iter(self.table)
-        # The last batch of an earlier input may have been a short one.
-        behind = max((line["rows"] for line in self.folder.metrics()), default=0)
-        self.rows = sum(1 for _ in islice(lines, behind))
-        if self.rows < behind:
+        self.rows = sum(1 for _ in islice(lines, self.rows))
+        if self.rows < self.told:
             raise InvalidInput(
-                f"{self.table.name} holds {self.rows} rows, the run has summed {behind} already; "
-                "give the whole input again"
+                f"{self.table.name} holds {self.rows} rows, the run has summed {self.told} "
+                "already; give the whole input again"
             )
         while True:
             self.is_reading = True  # a stream may be silent for long
@@ -267,7 +279,7 @@ class _Run:
                 print(f"\r{self.rows:,} rows …", end="", file=sys.stderr, flush=True)
 
     def close(self) -> None:
-        """Totals and report into the folder; a finished run is sealed."""
+        """Totals and report into the folder; a finished run ends."""
         from noshuffle.release.files import write_bytes
         from noshuffle.report import write_report
 
@@ -278,10 +290,9 @@ class _Run:
         for line in self.lines:
             out.writerow([line["step"], line["rows"], *line["totals"], line["deviation"]])
         write_bytes(self.folder.path / "totals.csv", text.getvalue().encode())
-        self.sums.save()
+        self.sums.close()
         self.statement = self.sums.statement().with_assumptions(*self.assumptions)
         write_report(self.folder.path)
-        self.sums.close()
 
     def tell(self, *, as_json: bool) -> None:
         path, columns = self.path, self.table.columns  # the folder as it was given
@@ -289,6 +300,12 @@ class _Run:
             print(
                 f"noshuffle: warning: the {self.plan.steps:,} planned steps are used up after "
                 f"{self.rows:,} rows; the rest of the input was not read",
+                file=sys.stderr,
+            )
+        if self.lost:
+            print(
+                f"noshuffle: warning: {self.lost} of the steps were cut off before their totals "
+                "were written: their rows are in no total, and the noise is larger than is told",
                 file=sys.stderr,
             )
         if as_json:

@@ -4,27 +4,24 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from noshuffle.cli import promise, start
-from noshuffle.cli.from_record import check_fields, given, takes
+from noshuffle.cli.from_record import given, takes
+from noshuffle.cli.run_home import check_fork
 from noshuffle.cli.settings import RunOptions, folder
 from noshuffle.cli.train_settings import TrainSettings
-from noshuffle.errors import one_of
 
 
 @dataclass(frozen=True, kw_only=True)
 class TrainOptions(RunOptions):
     """Options of `noshuffle train`."""
 
-    on_replay: str = folder(
-        "auto", f"{promise.REPLAY_HELP}; auto: skip on cuda, else refuse",
-        check=partial(one_of, ("auto", "refuse", "skip")),
-    )  # fmt: skip
+    fork_of: Path | None = folder(None, promise.FORK_HELP, "--fork")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        check_fields(self)
+        check_fork(self.fork_of, resume=self.resume)
 
 
 @takes(given(TrainSettings), TrainOptions)
@@ -39,5 +36,5 @@ def train(stated: dict[str, Any], run: TrainOptions) -> int:
         from noshuffle.cli.job import run_job
         from noshuffle.cli.job_view import JobWords, run_and_tell
 
-    job = partial(run_job, on_replay=run.on_replay)
+    job = partial(run_job, fork_of=run.fork_of)
     return run_and_tell("train", job, settings, path, run, JobWords())

@@ -33,7 +33,7 @@ from noshuffle.participation import (
     TruncatedPoisson,
 )
 from noshuffle.plan import Plan
-from noshuffle.release.unit_ids import Ids
+from noshuffle.release.units import Ids
 from noshuffle.strategies import Strategy, release_sums
 from noshuffle.strategies.workload import cooldown, momentum
 from noshuffle.training import models
@@ -104,10 +104,8 @@ def _user_participation(settings: TrainSettings, data: DataSet, steps: int) -> P
 def make_plan(settings: TrainSettings, data: DataSet) -> Plan:
     """The plan of a run; mechanisms by name are fitted here, unless they were before."""
     participation = participation_of(settings, data)
-    mechanism: str | Strategy = "identity"
-    if settings.sampling in ("none", "bins"):
-        mechanism = mechanism_named(settings.mechanism)
-    elif settings.sampling == "cyclic" and settings.mechanism != "identity":
+    mechanism: str | Strategy = mechanism_named(settings.mechanism)
+    if settings.sampling == "cyclic" and mechanism == "banded":
         mechanism = "best"  # as many bands as lie between two turns
     if mechanism == "release_sums":
         mechanism = release_sums()

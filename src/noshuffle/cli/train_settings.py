@@ -39,8 +39,16 @@ ON_FEATURES: dict[str, dict[str, Any]] = {
 }
 
 
-#: Kinds of secret draws to train with.
-SAMPLINGS = ("none", "poisson", "truncated", "fixed", "cyclic", "bins")
+#: Kinds of secret draws to train with, and the mechanism of each where none is named.
+DEFAULT_MECHANISMS = {
+    "none": "blt_tapped",
+    "poisson": "identity",
+    "truncated": "identity",
+    "fixed": "identity",
+    "cyclic": "banded",
+    "bins": "blt_tapped",
+}
+SAMPLINGS = tuple(DEFAULT_MECHANISMS)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,8 +66,9 @@ class TrainSettings(RunSettings):
     )
     model: str = setting("", "tanh_cnn, vgg, small_cnn, linear, softmax, mlp or char_lstm")
     mechanism: str = privacy(
-        "blt_tapped",
-        "blt_tapped, blt, tree, identity, … as in plan; best; release_sums: each sum by itself",
+        "",
+        "blt_tapped, blt, tree, identity, … as in plan; best; release_sums: each sum by itself "
+        "(default blt_tapped; by --sampling: identity, of cyclic banded)",
     )
     clip_norm: float = privacy(1.0, "bound on one contribution", check=positive)
     sampling: str = privacy(
@@ -113,8 +122,10 @@ class TrainSettings(RunSettings):
                 "momentum must lie in [0, 1) and cooldown= in [0, 1], "
                 f"got {self.momentum} and {self.cooldown}"
             )
+        if not self.mechanism:
+            object.__setattr__(self, "mechanism", DEFAULT_MECHANISMS[self.sampling])
         is_banded = self.sampling == "cyclic"
-        fine = ("identity", "blt_tapped", *(("banded", "best") if is_banded else ()))
+        fine = ("identity", *(("banded", "best") if is_banded else ()))
         if self.sampling not in ("none", "bins") and self.mechanism not in fine:
             kind = "banded or identity" if is_banded else "identity (DP-SGD)"
             raise InvalidInput(

@@ -2,12 +2,12 @@
 
 The library speaks of Python arguments; a person who typed options reads options:
 
->>> in_options("say so: moved=True; noise_multiplier must be > 0", ["moved", "noise_multiplier"])
-'say so: --moved; --noise-multiplier must be > 0'
->>> in_options("pass it over: on_replay='skip', or private.skip()", ["on_replay"])
-'pass it over: --on-replay skip'
->>> in_options("epochs must be a whole number; use accountant='rdp'", ["epochs", "accountant"])
-'--epochs must be a whole number; use --accountant rdp'
+>>> in_options("noise_multiplier must be > 0", {"noise_multiplier": "--noise-multiplier"})
+'--noise-multiplier must be > 0'
+>>> in_options("begin a new run (fork_of=), or private.skip()", {"fork_of": "--fork"})
+'begin a new run (--fork)'
+>>> in_options("epochs must be whole; use epochs=3", {"epochs": "--epochs"})
+'--epochs must be whole; use --epochs 3'
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import shlex
 import shutil
 import sys
 import textwrap
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -36,14 +36,13 @@ def answering(*, as_json: bool) -> Iterator[None]:
         _AS_JSON.reset(token)
 
 
-def in_options(message: str, names: Iterable[str]) -> str:
-    """The message with the arguments that are options of the command written as such.
+def in_options(message: str, flags: Mapping[str, str]) -> str:
+    """The message with the arguments that are options of the command (by name) written as such.
 
     What can be called in Python alone is left out where it is named as another way.
     """
     message = re.sub(r",? or private\.\w+\(\)", "", message)
-    for name in sorted(names, key=len, reverse=True):
-        flag = "--" + name.replace("_", "-")
+    for name, flag in sorted(flags.items(), key=lambda one: len(one[0]), reverse=True):
         here = rf"(?<![-\w.]){re.escape(name)}"
         message = re.sub(rf"{here}=True\b", flag, message)
         message = re.sub(rf"{here}=(['\"]?)([-\w.:]+)\1", rf"{flag} \2", message)

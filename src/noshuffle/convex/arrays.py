@@ -1,4 +1,4 @@
-"""Arrays of real numbers: the types of this part of the library, and the one check at its door.
+"""Arrays of real numbers: the types of this part of the library, and the one check of them.
 
 Complex numbers would pass every bound (a norm looks at their size, and a cast drops what is
 imaginary) and leave with an imaginary part that no noise covers; arrays of Python objects can hold

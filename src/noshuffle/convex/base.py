@@ -31,7 +31,6 @@ from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of
 from noshuffle.one_owner import in_turn
 from noshuffle.optim.composite import Composite
 from noshuffle.optim.constraints import Constraint
-from noshuffle.release.repeated import remember, warn_if_fitted_before
 from noshuffle.strategies import Strategy
 
 _FLOATS = [np.float64, np.float32]
@@ -64,7 +63,8 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     constraint : None, "ball", "box", "simplex", "l1_ball" of size `radius`, or a record of
         `noshuffle.optim.constraints`. Neither penalty nor constraint touch the intercept.
     radius : size of the constraint set, and of the weights that the learning rate aims at.
-    mechanism : a name that `Plan.fit` knows, or a Strategy.
+    mechanism : a name that `Plan.fit` knows, or a Strategy; None takes "blt" for "ftrl", and
+        independent noise where a table is one batch.
     averaging : "linear", "uniform" or "last"; None takes "last" under a penalty that makes zeros
         (an average is zero only where every iterate was), "linear" otherwise.
     learning_rate : None takes it from theory (see `linear_rule`).
@@ -75,8 +75,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     rows_per_unit : "gd": units (users) may have several rows, told by `ids`; those of one count for
         this many at most, together, and the guarantee is for all of them. Noise grows by it.
     budget : a `noshuffle.Budget` that this and all other fits on the same rows draw on; it
-        survives `clone`, so a grid search pays for every fit. Without one, a second fit of the
-        same rows warns.
+        survives `clone`, so a grid search pays for every fit.
     test_seed : reproducible noise for tests; the statement then says NOT PRIVATE.
     verbose : tell on standard error, once a second at most, how many steps are done.
     """
@@ -96,7 +95,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
     groups: Any = None
     constraint: str | Constraint | None = None
     radius: float = 10.0
-    mechanism: str | Strategy = "blt"
+    mechanism: str | Strategy | None = None
     averaging: str | None = None
     learning_rate: float | None = None
     fit_intercept: bool = True
@@ -199,7 +198,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
         """Learn from a table in the order of its rows; anything learned before is forgotten.
 
         `sample_weight`: one number for each row (see `weighting`). `run`: a folder for the evidence
-        (plan, ledger, statement), which `verify` reads.
+        (plan, log, statement), which `verify` reads.
         """
         X, y = self._checked(X, y, reset=True)
         notes = self._take_classes(y)
@@ -212,23 +211,16 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             weight = own if weight is None else weight * own
             self._most_weight *= self.rows_per_unit
         why = self._choose(X, run=run, is_weighted=weight is not None)
-        sketched = frozenset[int]()
         if self.test_seed is None and self.epsilon != math.inf:
-            if self.budget is None:
-                sketched = warn_if_fitted_before(X)
             self._warn_without_bounds()
         notes = (*((why,) if why else ()), *notes, *more)
         if self.solver_ in ONE_SHOT:
             if sample_weight is not None:
                 raise Unsupported(f"solver={self.solver_!r} has no sample_weight; use 'gd'")
             self._answer(X, targets, ids, *notes)
-            remember(sketched)
             return self
         self._begin(X.shape[1], rows=X.shape[0], run=run)
-        try:
-            self._learn(X, targets, ids, weight, passes=self._stream.passes, is_first=True)
-        finally:
-            remember(sketched if self._stream.steps else frozenset())
+        self._learn(X, targets, ids, weight, passes=self._stream.passes)
         self._stream.close()
         self._finish(*notes)
         return self
@@ -298,7 +290,7 @@ class PrivateLinearModel(StreamFit, Saveable, BaseEstimator):  # type: ignore[mi
             )
         elif run is not None and not self._stream.lives_in(run):
             raise Unsupported("a run folder goes with the first partial_fit of a stream")
-        self._learn(X, targets, ids, weight, is_first=not goes_on)
+        self._learn(X, targets, ids, weight)
         said = self._notes if goes_on else ()
         self._finish(*said, *(note for note in more if note not in said))
         if not goes_on:

@@ -1,7 +1,7 @@
 """GradientRule: full-batch gradient descent on columns that it standardises first, both private.
 
 A table that is there as a whole is read T times, each time as one batch, and every reading leaves
-by the same door (independent noise, T releases of norm c: exactly μ = √T/z). The first s readings
+by a release (independent noise, T releases of norm c: exactly μ = √T/z). The first s readings
 release the sums of (x, x²) over the columns, by which rows are standardised to x' of norm 3 or so
 (`standardise`), the others clipped gradients:
 

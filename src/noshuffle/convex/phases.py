@@ -24,7 +24,7 @@ from noshuffle.convex.arrays import Array
 from noshuffle.errors import instance_of, open_unit, positive, whole
 from noshuffle.participation import Epochs, Participation, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.strategies import Strategy, error
 
 #: Rows of the first phase of a stream of unknown length.
@@ -125,9 +125,14 @@ def next_phase(budget: PhaseBudget, done: list[Phase], *, batch_size: int | None
     return make_phase(budget, rows=rows, passes=1, batch_size=batch_size)
 
 
-def statement_of(phases: list[Phase], *, notes: tuple[str, ...]) -> PrivacyStatement:
+def statement_of(
+    phases: list[Phase], *, notes: tuple[str, ...], participation_checked: bool = True
+) -> PrivacyStatement:
     """The guarantee of all phases together: that of the worst, since no row lies in two."""
-    said = [phase.plan.statement(notes=notes) for phase in phases]
+    said = [
+        phase.plan.statement(notes=notes, participation_checked=participation_checked)
+        for phase in phases
+    ]
     worst = max(said, key=lambda statement: statement.epsilon)
     if len(said) == 1:
         return worst

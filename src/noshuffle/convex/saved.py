@@ -2,14 +2,16 @@
 
     FOLDER/model.pkl     the estimator as pickle gives it: released numbers only
            stream.pt     unfinished sum, noise buffers, units (mode 0600): a secret
-           phase-1/ …    the run folders of its phases: plan, ledger, keys
+           phase-1/ …    the run folders of its phases: plan, log, secret
 
-What was released since the last save is in the ledger of its phase, with a digest of every sum: a
-process that was killed is given these rows once more, and they leave again only if their sums are
-the same. Every process that loads the folder draws fresh keys for all noise that was not used yet
-(`release.keys`), so a copy, a snapshot or a restored backup that goes on is at worst a second
-release, and nothing cancels. Phases before the current one are sealed: their keys are destroyed.
-Parameters that a stream was made with stay as they are: `load` makes it from them again.
+What was released since the last save is in the log of its phase, and its sums are gone with the
+process: these steps are passed over. Their rows stay charged and nothing is learned from them;
+`n_rows_` counts them, and rows that come go behind them. stream.pt carries the link of a row of the
+log, and is taken only where that row stands. Every process that loads the folder draws fresh keys
+for all noise that was not used yet (`release.keys`), so a copy, a snapshot or a restored backup
+that goes on is at worst a second release, and nothing cancels. Phases before the current one end
+with a save: their secrets are removed. Parameters that a stream was made with stay as they are:
+`load` makes it from them again.
 """
 
 from __future__ import annotations
@@ -25,14 +27,13 @@ import torch
 from sklearn.utils.validation import check_is_fitted
 
 from noshuffle.convex.stream import LearningStream
-from noshuffle.errors import InvalidInput, Unsupported, one_of
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.one_owner import in_turn
-from noshuffle.release.checkpoint import read_state
 from noshuffle.release.files import make_folder, write_bytes
-from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import seal
+from noshuffle.release.folder import RunFolder, read_state
+from noshuffle.release.open_run import seal
 
-FORMAT = "noshuffle-stream/3"
+FORMAT = "noshuffle-stream/1"
 MODEL, STREAM = "model.pkl", "stream.pt"
 #: Parameters that may change while a stream goes on (weights: no further than its largest one).
 _FREE = frozenset(
@@ -44,12 +45,12 @@ def write_stream(folder: Path, stream: LearningStream, progress: Any) -> None:
     """Replace stream.pt atomically; it is readable by its owner only from the first byte on."""
     buffer, state = io.BytesIO(), stream.state()  # which sums, and scores, the rows that wait
     torch.save({**state, "progress": dict(vars(progress)), "format": FORMAT}, buffer)
+    for left in folder.glob(f".{STREAM}.*.tmp"):  # of a process that was killed at this
+        left.unlink()
     write_bytes(folder / STREAM, buffer.getvalue(), mode=0o600)
-    if not stream.has_ended:
-        stream.release.bring_up_to_date()
     for number in range(1, len(stream.phases)):
         finished = RunFolder(folder / f"phase-{number}")
-        if finished.key_file.exists():
+        if finished.secret_file.exists():
             seal(finished)
 
 
@@ -105,9 +106,9 @@ class Saveable:
         """Write the model and its live stream into a folder, from which `load` goes on.
 
         Guarantees: from here on this model, and every process that loads the folder, writes a row
-        with the digest of its sum before the noise of a step is used; a step on record is repeated
-        with the same sum only (see `saved`). The folder holds the noise keys: keep it as secret as
-        the data. To give a model away, pickle it instead.
+        before the noise of a step is used, and no step on record is released again (see `saved`).
+        The folder holds the secret of the noise: keep it as secret as the data. To give a model
+        away, pickle it instead.
         """
         check_is_fitted(self, "privacy_")
         stream, path = getattr(self, "_stream", None), Path(folder).absolute()
@@ -128,21 +129,17 @@ class Saveable:
         return self
 
     @classmethod
-    def load(cls, folder: str | Path, *, moved: bool = False, on_replay: str = "refuse") -> Self:
+    def load(cls, folder: str | Path) -> Self:
         """The model that `save` wrote, ready for partial_fit with the row after `n_rows_`.
 
-        A stream that was killed after its last save is given the rows since then once more, in
-        their order and in the same pieces. A step whose sum does not come out as it was released
-        is refused, or passed over with on_replay="skip": nothing is learned from its rows. Load
-        only folders you wrote: the model is a pickle. A folder that was copied or restored goes on
-        under keys of its own (`moved`, which used to say so, is not needed).
+        Steps that were released after that save are passed over: `n_rows_` counts their rows, and
+        an id that took part in one is refused from here on. Load only folders you wrote: the model
+        is a pickle. A folder that was copied or restored goes on under keys of its own.
         """
-        one_of(("refuse", "skip"), on_replay=on_replay)
         path = Path(folder).absolute()
         state = read_stream(path)
         model = pickle.loads((path / MODEL).read_bytes())
         if not isinstance(model, cls):
             raise InvalidInput(f"{path} holds a {type(model).__name__}, not a {cls.__name__}")
         model._revive(path, state)
-        model._stream.skips_replays = on_replay == "skip"
         return model

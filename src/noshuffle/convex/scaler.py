@@ -16,7 +16,6 @@ within their own ε.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,8 +35,7 @@ from noshuffle.convex.stream import LearningStream
 from noshuffle.convex.table_fit import IDS, NO_IDS, SETTINGS
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
-from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
-from noshuffle.release.repeated import remember, warn_if_fitted_before
+from noshuffle.release.spending import OTHER_RUNS, TEST_SEED
 from noshuffle.strategies import identity
 
 #: Between the quartiles of a normal law lie this many deviations.
@@ -133,9 +131,6 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
                 "the number of rows divides every release, and is public; use neighbours="
                 "'zero-out' or 'replace-one'"
             )
-        seen = frozenset[int]()
-        if self.test_seed is None and self.epsilon != math.inf and self.budget is None:
-            seen = warn_if_fitted_before(x)
         seed = None
         if self.test_seed is not None:
             seed = test_source(seed=f"{type(self).__name__} {self.test_seed}")
@@ -148,18 +143,16 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
             batch_size=len(x),
             run=run,
             account=self.budget,
+            is_table=True,
         )
         stream.admit(len(x), ids)
-        try:
-            for _ in range(rule.lead):
-                stream.feed(x, np.zeros(len(x)))
-        finally:
-            remember(seen if stream.steps else frozenset())
+        for _ in range(rule.lead):
+            stream.feed(x, np.zeros(len(x)))
         stream.close()
         self._state(stream, ids)
 
     def _state(self, stream: LearningStream, ids: Any) -> None:
-        stream.release.settle_budget()
+        stream.end_run()
         self.plan_, self.n_rows_, self.n_steps_ = stream.phase.plan, stream.horizon, stream.steps
         is_found = is_private(self.bounds)
         notes = [
@@ -169,9 +162,6 @@ class PrivateScaler(OneToOneFeatureMixin, TransformerMixin, BaseEstimator):  # t
             SETTINGS,
             OTHER_RUNS if stream.charge is None else stream.charge.words(),
         ]
-        if stream.is_observed:
-            stream.release.write_statement()
-            stream.end_run()
         self.privacy_ = statement_of(stream.phases, notes=tuple(notes))
 
     def __sklearn_tags__(self) -> Any:

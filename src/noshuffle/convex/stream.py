@@ -2,15 +2,14 @@
 
 Rows arrive in pieces of any size. Every piece is handed to a rule at the current iterate; the rule
 predicts it, and returns the sum of its clipped contributions. When the planned number of rows has
-come, the sum leaves by the door of the library (`release.Release`: ledger row, noise on the public
+come, the units of the batch are admitted, the sum leaves by `release.Release` (noise on the public
 grid, division by the planned batch size) and goes to the rule, which makes the next iterate.
 Between batches the iterate does not move, so it does not matter how a batch was cut into pieces.
 
-Every phase (see `phases`) is a run of its own with a plan, keys and a ledger, in memory, in a run
-folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`).
-
-A run in memory writes the ledger rows of single passes when it is saved: nobody else could repeat a
-step, and `stream_units` alone refuses units that come twice, over all phases.
+Every phase (see `phases`) is a run of its own with a plan, a secret and a log, in memory, in a run
+folder that was given (`run`, for one phase only) or in a folder of a saved stream (`saved`). Rows
+without ids are known by their place in the phase. In memory, where nobody reads the log, steps are
+counted and no more; `stream_units` alone refuses units that come twice, over all phases.
 
 State kept: the unfinished sum, single rows that wait to be summed (`waiting`), the release of the
 current phase, counts, and the units that were seen (`stream_units`). Rows and sum
@@ -20,8 +19,6 @@ are secrets: the sum leaves here only by `state`, which goes into a file for the
 
 from __future__ import annotations
 
-import os
-import shutil
 from collections.abc import Callable, Hashable, Iterable
 from copy import copy
 from pathlib import Path
@@ -31,17 +28,20 @@ import numpy as np
 import torch
 
 from noshuffle.convex.arrays import Array, Targets
+from noshuffle.convex.one_place import OnePlace
 from noshuffle.convex.phases import Phase, PhaseBudget, make_phase, next_phase
 from noshuffle.convex.rule import Rule, Watch
 from noshuffle.convex.stream_units import StreamUnits
 from noshuffle.convex.waiting import WaitingRows
-from noshuffle.errors import HorizonExceeded, InvalidInput, Unsupported
+from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError, Unsupported
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
-from noshuffle.release.account import Account, Charge, pays_for_itself
+from noshuffle.plan.statement import voids
+from noshuffle.release.account import Account, Charge, check_budget
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
-from noshuffle.release.unit_ids import Ids
+from noshuffle.release.spending import PLACES
+from noshuffle.release.units import Ids
 
 
 class LearningStream(OneOwner):
@@ -51,6 +51,8 @@ class LearningStream(OneOwner):
     z·clip·C⁻¹Z, divided by a constant of the plan, as stated by the phase's plan. A row beyond the
     horizon, an id seen before, and a step after a failure half-way are refused before anything is
     learned from them. Short last batches are divided by the planned size and get the full noise.
+
+    `is_table`: all rows come in one call, so that no row can come twice under two places.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class LearningStream(OneOwner):
         batch_size: int | None = None,
         run: str | Path | None = None,
         account: Account | None = None,
+        is_table: bool = False,
     ) -> None:
         if horizon is None and passes > 1:
             raise Unsupported(
@@ -71,19 +74,24 @@ class LearningStream(OneOwner):
             )
         if horizon is None and run is not None:
             raise Unsupported("a run folder is of one plan; use fit, or give a horizon")
+        if run is not None and RunFolder.of(run).is_started:
+            raise InvalidInput(f"{run} holds a run, and a fit begins a new one; use a new folder")
+        if account is not None:
+            check_budget(account)
         self.rule, self.budget = rule, budget
         self.horizon, self.passes, self.batch_size = horizon, passes, batch_size
         self._run = None if run is None else Path(run).absolute()
         self._source, self._account = source, account
         self.charge: Charge | None = None
         self.folder: Path | None = None
-        self.skips_replays = False
-        self._pid = os.getpid()
+        self.is_table = is_table
         self.is_closed = False
         self.phases: list[Phase] = []
-        self.rows = self.steps = self._in_phase = self._phase_steps = self._held = 0
+        self.rows = self.steps = self._in_phase = self._held = 0
         #: Rows that were admitted and did not come yet.
         self._due = 0
+        #: Rows of the phase whose units do not wait any more.
+        self._named = 0
         self._sum = torch.zeros(rule.size, dtype=torch.float64, device="cpu")
         self._waiting = WaitingRows()
         #: What brings rows inside their bounds, just before they are summed; None: they are.
@@ -108,6 +116,16 @@ class LearningStream(OneOwner):
         return self.units.are_named
 
     @property
+    def participation_checked(self) -> bool:
+        """Whether a row that came twice would have been refused."""
+        return self.is_table or bool(self.has_ids)
+
+    @property
+    def is_full(self) -> bool:
+        """Whether the phase has no step left."""
+        return self.release.step == self.phase.plan.steps
+
+    @property
     def is_observed(self) -> bool:
         """Whether the evidence is kept in a run folder that the caller gave."""
         return self._run is not None
@@ -124,65 +142,74 @@ class LearningStream(OneOwner):
                 self.budget, rows=self.horizon, passes=self.passes, batch_size=self.batch_size
             )
         self.phases.append(phase)
-        self._in_phase = self._phase_steps = 0
-        self._open(self._run if self.folder is None else self._phase_folder())
+        self._in_phase = 0
+        self._open(self._run if self.folder is None else self._folder_of_phase())
         self.rule.start(phase)
 
-    def _phase_folder(self) -> Path:
+    def _folder_of_phase(self, *, later: int = 0) -> Path:
         assert self.folder is not None
-        return self.folder / f"phase-{len(self.phases)}"
+        return self.folder / f"phase-{len(self.phases) + later}"
 
-    def _open(self, run: str | Path | None) -> None:
+    def _open(self, run: Path | None) -> None:
         # The name differs from phase to phase: under a test seed all of them have one key.
         self._name = f"phase {len(self.phases)}"
-        # The place of the first phase is that of all: no unit lies in two of them.
-        is_charged = len(self.phases) == 1 or (run and pays_for_itself(RunFolder(run)))
-        self.release = Release.begin(
+        self.release = Release(
             self.phase.plan,
             {self._name: (self.rule.size,)},
             clip=self.rule.clip_norm,
             divisor=self.phase.batch_size,
             run=run,
             source=self._source,
-            budget=self._account if is_charged else None,
+            budget=self._place(),
         )
-        self.charge = self.charge or self.release.charge
-        self.release.write_statement()
+        self.charge = self.release.charge
         self.has_ended = False
-        self.units.secret = self.units.secret or self.release.id_secret.hex()
-        if self.units.kind:
-            self.release.ledger.bind("ids", self.units.kind)
+        self._note_ids()
+
+    def _place(self) -> OnePlace | None:
+        """The place of the first phase in the budget is that of all."""
+        if self._account is None:
+            return None
+        done = [phase.plan.statement() for phase in self.phases[:-1]]
+        whole = max(done, key=lambda said: said.epsilon, default=None)
+        return OnePlace(self._account, self.charge, whole, self.folder)
+
+    def _note_ids(self) -> None:
+        """How units are told apart, for whoever reads the log."""
+        if self.release.folder is None or self.has_ids is None:
+            return
+        if kind := self.units.kind if self.has_ids else "" if self.is_table else PLACES:
+            self.release.bind("ids", kind)
 
     def admit(self, rows: int, ids: Iterable[Hashable] | None) -> None:
         """Refuse rows that the plan has no room for, and ids that were here before."""
         if self._is_broken or self._due:
             raise InvalidInput("an earlier call failed half-way; fit again from the start")
-        if os.getpid() != self._pid:
-            raise InvalidInput(
-                "this process is a fork of the one that owns the stream, and both would use the "
-                "same noise; save() in the owner and load() here"
-            )
+        self.check_owner()
         if self.horizon is not None and self.rows + rows > self.horizon:
             raise HorizonExceeded(
                 f"{self.rows} rows of a horizon of {self.horizon} were learned, {rows} more came; "
                 "plan a longer horizon for a new model, or horizon=None"
             )
-        found = self.units.check(rows, ids)
-        if found is not None and found.kind and not self.units.kind:
-            self.release.ledger.bind("ids", found.kind)
+        try:
+            found = self.units.check(rows, ids)
+        except NoshuffleError:
+            if not self.rows:  # nothing is left of a stream that never began, no folder either
+                self.release.withdraw()
+            raise
+        before = (self.has_ids, self.units.kind)
         self._due = rows * self.passes  # from here on an interrupt leaves units without rows
         self.units.take(found)
+        if before != (self.has_ids, self.units.kind):
+            self._note_ids()
 
     def feed(self, x: Any, y: Targets, weight: Array | None = None) -> None:
         """Learn from rows that were admitted, in order."""
         self._is_broken = True
         at, total = 0, x.shape[0]
         while at < total:
-            if self.horizon is None and self._in_phase == self.phase.rows * self.phase.passes:
-                self.end_run(keep_keys=True)  # a killed process comes back to where it was saved
-                if self.has_ids and self.release.released < self._phase_steps:
-                    self.units.drop(self._in_phase)  # nobody will ask for the rows of these steps
-                self._begin()
+            if self._is_phase_over:
+                self._next_phase()
             left = self._until_release()
             room = min(left, total - at)
             piece = slice(at, at + room)
@@ -216,6 +243,16 @@ class LearningStream(OneOwner):
         rule.watch = watch
         rule.clipped_sum(x if self.row_map_fn is None else self.row_map_fn(x), y, weight)
 
+    @property
+    def _is_phase_over(self) -> bool:
+        return self.horizon is None and self._in_phase == self.phase.rows * self.phase.passes
+
+    def _next_phase(self) -> None:
+        self.end_run(may_end=False)  # a killed process comes back to where it was saved
+        self.units.drop(min(self._in_phase, self.phase.rows) - self._named)
+        self._named = 0
+        self._begin()
+
     def _until_release(self) -> int:
         """Rows that still fit into the batch; a pass and a phase end a batch early."""
         phase = self.phases[-1]
@@ -228,87 +265,81 @@ class LearningStream(OneOwner):
             self._release()
         self.is_closed = True
 
-    def end_run(self, *, keep_keys: bool = False) -> None:
+    def end_run(self, *, may_end: bool = True) -> None:
         """Bring the evidence of the phase up to date and let go of it."""
         if not self.has_ended:
-            self.release.close_run(keep_keys=keep_keys)
+            self.release.close_run(may_end=may_end)
         self.has_ended = True
 
     def extend(self) -> None:
         """After `close`, more rows came: new ones, which form phases of their own."""
-        if self.passes > 1:  # its units stayed for the next pass
-            self.units.drop()
-        self.horizon, self.passes, self.is_closed, self._run = None, 1, False, None
+        self.horizon, self.passes, self._run = None, 1, None
+        self.is_closed = self.is_table = False
 
     def _release(self) -> None:
         """The batch leaves: its units are admitted, its row is written, noise, division."""
         self._sum_waiting()
-        first, mean = (self._in_phase - self._held) % self.phase.rows, {self._name: self._sum}
-        if self.release.folder is None:
-            if self.has_ids and not self._defers_rows:
-                self._write_row(self._phase_steps, first, self._held)
-            is_same = True
-        else:
-            admission = self.release.admit(
-                self._phase_steps, self._batch_units(first, self._held), _place(first, self._held)
-            )
-            is_same = self.release.commit(admission, self.release.digest(mean))
-            self._drop_units(self._held)
-        if is_same:
-            self.release.add_noise_(mean)
-            self.rule.update(mean[self._name].numpy(), step=self._phase_steps)
-        elif self.skips_replays:  # its charge stays, and nothing is learned from these rows
-            self.release.skip()
-        else:
-            raise self.release.refusal(self._phase_steps)
+        release, mean = self.release, {self._name: self._sum}
+        ticket = release.admit(self._batch_units())
+        release.close(ticket, mean)
+        self.rule.update(mean[self._name].numpy(), step=ticket.step)
+        release.finish(ticket)
         self._sum = torch.zeros_like(self._sum)
         self._held = 0
         self.steps += 1
-        self._phase_steps += 1
+        if release.folder is not None:
+            self._forget_units()
         if self.show_fn is not None:
             self.show_fn(self.steps)
 
-    @property
-    def _defers_rows(self) -> bool:
-        """Whether ledger rows wait until the stream is saved: nothing reads them before."""
-        return self.release.folder is None and self.passes == 1
+    def _batch_units(self) -> Ids | None:
+        """Who the rows of the batch are, for the log in a folder."""
+        first = (self._in_phase - self._held) % self.phase.rows
+        return None if self.release.folder is None else self._units_at(first, first + self._held)
 
-    def _write_row(self, step: int, first: int, held: int) -> None:
-        """The row of a step in memory. It needs no digest: who could repeat the step has it all."""
-        units = self._batch_units(first, held)
-        self.release.open(self.release.admit(step, units, _place(first, held)))
-        self._drop_units(held)
+    def _units_at(self, first: int, end: int) -> Ids:
+        """Who the rows at these places of the phase are: their ids, else their places."""
+        if self.has_ids:
+            return self.units.first(end - first, after=first - self._named)
+        return np.arange(first, end)
 
-    def _batch_units(self, first: int, held: int) -> Ids | None:
-        """Who the rows of a batch are: their ids, in a run folder else their places."""
-        if not self.has_ids:
-            return np.arange(first, first + held) if self.is_observed else None
-        return self.units.first(held, after=first if self.passes > 1 else 0)
+    def _forget_units(self) -> None:
+        """The units of released rows are in the log, and wait no longer for it or the next pass."""
+        if self.passes == 1:
+            released = min(self._in_phase - self._held, self.phase.rows)
+            self.units.drop(released - self._named)
+            self._named = released
 
-    def _drop_units(self, held: int) -> None:
-        if self.has_ids and self.passes == 1:  # else they come again, in the same order
-            self.units.drop(held)
+    # -- a saved stream ------------------------------------------------------------------------
 
-    def _keep_units(self, rows: int) -> None:
-        if self.has_ids and self.passes == 1:
-            self.units.keep_last(rows)
-
-    _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "rows", "steps")
-    _COUNTS += ("_in_phase", "_phase_steps", "_held")
+    _COUNTS: ClassVar[tuple[str, ...]] = ("horizon", "passes", "is_closed", "is_table")
+    _COUNTS += ("rows", "steps", "_in_phase", "_held", "_named")
 
     def state(self) -> dict[str, Any]:
-        """All but the keys, as tensors and plain values; for the owner's eyes only."""
+        """All but the keys, as tensors and plain values; for the owner's eyes only.
+
+        Guarantees: the steps behind it are on the disk, and `link` is that of a row of their log.
+        """
         if self._is_broken or self._due:
             raise InvalidInput("an earlier call failed half-way; there is nothing whole to save")
         self._is_broken = True  # rows that were summed by half are neither here nor there
         self._sum_waiting()
         self._is_broken = False
+        release = self.release
+        saved = release.log.append("saved", step=release.step)
+        release.write_statement()
+        if self.charge is not None:  # whatever goes on from this row has the place of the stream
+            plan, void = self.phase.plan, voids(release.statement().assumptions)
+            said = plan.statement().with_assumptions(*void)
+            self.charge.settle(said, plan=plan, steps=plan.steps, link=saved["link"])
         return {
             **{name: getattr(self, name) for name in self._COUNTS},
             "phases": [(phase.rows, phase.passes) for phase in self.phases],
             "sum": self._sum.clone(),
             **self.units.state(),
-            "release": self.release.state_dict(),
+            "link": saved["link"],
+            "step": release.step,
+            "noise": release.noise.state_dict(),
             "test_key": self._source.key.hex() if self.is_test and self._source else "",
             "rule": self.rule.state(),
         }
@@ -318,34 +349,28 @@ class LearningStream(OneOwner):
 
         Guarantees: where it raises, the stream goes on in memory as before.
         """
-        per_pass = -(-self.phase.rows // self.phase.batch_size)
-        for step in range(self.release.released, self._phase_steps):
-            first = step % per_pass * self.phase.batch_size
-            self._keep_units(self._in_phase - first)  # an earlier try may have ended behind a row
-            self._write_row(step, first, min(self.phase.batch_size, self.phase.rows - first))
-        self._keep_units(self._held)
-        state, before = self.release.state_dict(), vars(self).copy()
-        self.folder = folder
-        try:
-            self.release.keep_in(self._phase_folder())
-            self._open(self._phase_folder())
-            self.release.load_state_dict(state)
-        except BaseException:
-            made = self._phase_folder()
-            vars(self).update(before)
-            shutil.rmtree(made, ignore_errors=True)
-            raise
+        self.release.keep_in(folder / f"phase-{len(self.phases)}", self._units_of_steps())
+        self.folder, self.has_ended = folder, False
+        if before := len(self.phases) - 1:
+            self.release.bind("phases_before", str(before))  # `verify` misses them nowhere
+        self._note_ids()
+        self._forget_units()
+
+    def _units_of_steps(self) -> list[Ids]:
+        """Who took part in each step of the phase so far; later passes repeat the first one."""
+        size, rows = self.phase.batch_size, min(self.phase.rows, self._in_phase - self._held)
+        first_pass = [self._units_at(at, min(at + size, rows)) for at in range(0, rows, size)]
+        return [first_pass[step % len(first_pass)] for step in range(self.release.step)]
 
     def load(self, state: dict[str, Any], folder: Path, *, account: Account | None = None) -> None:
         """Become the stream that wrote `state` into this folder, under fresh keys.
 
-        Guarantees: the noise goes on at the row after the last one saved. Steps that were released
-        since then are repeated only with the sums that they had; all later ones have noise that no
-        other copy of the folder has.
+        Guarantees: a state is taken only where the row that it was written after stands in the log
+        of its phase. Steps that were released since then are passed over, in all phases.
         """
         key = bytes.fromhex(state["test_key"])
         self._source = Source(key, is_test=True) if key else None
-        self.phases, self._account = [], account
+        self.phases, self._account, self.charge = [], account, None
         for rows, passes in state["phases"]:
             self.phases.append(
                 make_phase(self.budget, rows=rows, passes=passes, batch_size=self.batch_size)
@@ -355,12 +380,33 @@ class LearningStream(OneOwner):
             setattr(self, name, state[name])
         self.folder = folder
         self.units.load(state)
-        self._open(self._phase_folder())
+        self._open(self._folder_of_phase())
+        if state["link"] not in [row["link"] for row in self.release.history.of("saved")]:
+            self.release.log.close()
+            raise InvalidInput(
+                f"the state in {folder} is of another stream, of a copy that went on by itself, or "
+                "newer than the log beside it; bring back files that were saved together"
+            )
         self._sum, self._waiting = state["sum"].clone(), WaitingRows()
-        self.release.load_state_dict(state["release"])
+        self.release.noise.load_state_dict(state["noise"])
         self.rule.load(state["rule"])
+        self._pass_over(state["step"])
+        while self._is_phase_over and RunFolder(self._folder_of_phase(later=1)).is_started:
+            self._next_phase()
+            self._pass_over(0)
 
-
-def _place(first: int, rows: int) -> bytes:
-    """By what a batch is known whose rows have no ids."""
-    return f"rows {first} to {first + rows}".encode()
+    def _pass_over(self, known: int) -> None:
+        """Steps behind the first `known` have no sum any more: their rows stay charged, and nothing
+        is learned from them. What was saved of an unfinished batch went into the first of them."""
+        release, phase = self.release, self.phase
+        release.restore()
+        lost = release.step - known
+        if not lost:
+            return
+        place = min(release.step * phase.batch_size, phase.rows)
+        self.rows, self.steps = self.rows + place - self._in_phase, self.steps + lost
+        self._in_phase, self._held, self._named = place, 0, place
+        self._sum = torch.zeros_like(self._sum)
+        if self.has_ids:
+            self.units.drop()
+            self.units.note(release.guard.table.all()[0])

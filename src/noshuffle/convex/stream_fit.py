@@ -28,14 +28,13 @@ from noshuffle.convex.table_fit import IDS, MANY_ROWS, NO_IDS, ONE_SHOT, SETTING
 from noshuffle.errors import (
     HorizonExceeded,
     InvalidInput,
-    NoshuffleError,
     Unsupported,
     fits_float32,
     instance_of,
     positive,
 )
 from noshuffle.noise import test_source
-from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
+from noshuffle.release.spending import OTHER_RUNS, TEST_SEED
 from noshuffle.strategies import identity
 
 #: Rows that are brought inside their bounds together; all memory beyond the model's is this.
@@ -143,6 +142,7 @@ class StreamFit(TableFit):
             passes=self._passes if is_batch else self.passes,
             run=run,
             account=self.budget,
+            is_table=rows is not None,
         )
 
     def _new_stream(
@@ -151,8 +151,7 @@ class StreamFit(TableFit):
         *,
         horizon: int | None,
         passes: int,
-        run: str | Path | None = None,
-        account: Any = None,
+        **more: Any,
     ) -> LearningStream:
         if self.neighbours == "add-remove":
             raise Unsupported(
@@ -164,7 +163,9 @@ class StreamFit(TableFit):
             source = test_source(seed=f"{type(self).__name__} {self.test_seed}")
         rule = self._rule(features, len(getattr(self, "classes_", ())))
         is_batch = horizon is not None and self._is_batch()
-        mechanism = identity() if is_batch else self.mechanism
+        mechanism = "blt" if self.mechanism is None else self.mechanism
+        if is_batch:
+            mechanism = identity()  # nobody named another: `_choose` refuses that
         return LearningStream(
             rule,
             PhaseBudget(self.epsilon, self.delta, mechanism, self.neighbours, self._unit),
@@ -172,8 +173,7 @@ class StreamFit(TableFit):
             horizon=horizon,
             passes=passes,
             batch_size=horizon if is_batch else self.batch_size,
-            run=run,
-            account=account,
+            **more,
         )
 
     def _learn(
@@ -184,22 +184,13 @@ class StreamFit(TableFit):
         weight: Array | None = None,
         *,
         passes: int = 1,
-        is_first: bool,
     ) -> None:
-        """Admit, then feed block by block; later passes bring the same rows in the same order.
-
-        Of a stream whose first rows (`is_first`) are refused nothing is left, no folder either.
-        """
+        """Admit, then feed block by block; later passes bring the same rows in the same order."""
         stream = self._stream
         stream.show_fn = StepLine(stream.phase.plan.steps) if self.verbose else None
         if stream.is_closed:
             stream.extend()
-        try:
-            stream.admit(x.shape[0], ids)
-        except NoshuffleError:
-            if is_first:
-                stream.release.withdraw()
-            raise
+        stream.admit(x.shape[0], ids)
         given, ranges = x, stream.rule if isinstance(stream.rule, RangeRule) else None
         for index in range(passes):
             if index == 0 or (ranges is not None and index == ranges.lead):
@@ -239,26 +230,30 @@ class StreamFit(TableFit):
         self._publish()
         self._notes = notes
         self.plan_ = stream.phase.plan
-        if stream.is_closed:
-            stream.release.settle_budget()
-        if stream.is_observed:
-            stream.release.write_statement()
-            if stream.release.released == self.plan_.steps:
+        stream.release.flush()  # from here on the model may be stored or sent
+        if stream.folder is None:
+            if stream.is_closed or (stream.is_observed and stream.is_full):
                 stream.end_run()
+            elif stream.is_observed:
+                stream.release.write_statement()
         others = OTHER_RUNS if stream.charge is None else stream.charge.words()
-        said = (stream.phase, stream.horizon, stream.has_ids, others, notes)
+        is_checked = stream.participation_checked
+        said = (stream.phase, stream.horizon, stream.has_ids, is_checked, others, notes)
         if said != getattr(self, "_said", None):  # nothing else changes while a stream goes on
-            self.privacy_ = statement_of(stream.phases, notes=self._assumed(others, notes))
+            self.privacy_ = statement_of(
+                stream.phases, notes=self._assumed(others, notes), participation_checked=is_checked
+            )
             self._said = said
         self._finished = now
 
     def _assumed(self, others: str, notes: tuple[str, ...]) -> tuple[str, ...]:
         """What the statement rests on; `others`: what is known of other runs on the same rows."""
         stream = self._stream
-        ids = IDS if stream.has_ids else NO_IDS
+        said = [self._words_of_bounds(), SETTINGS, others, *notes]
         if self.rows_per_unit is not None:
-            ids = MANY_ROWS.format(self.rows_per_unit)
-        said = [ids, self._words_of_bounds(), SETTINGS, others, *notes]
+            said.insert(0, MANY_ROWS.format(self.rows_per_unit))
+        elif stream.participation_checked:
+            said.insert(0, IDS if stream.has_ids else NO_IDS)
         if self.solver_ != "gd":
             said.insert(1, NOT_COVERED)
         if stream.horizon is None:

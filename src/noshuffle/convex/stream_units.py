@@ -4,7 +4,7 @@ ids become numbers by a secret of the stream, the same in every phase. A unit is
 here before, in this call or any other, whichever phase that was; so are ids of another kind than
 before. State kept: the units that were seen (single ones in a
 set until they are many, since a table takes a thousand as soon as one), and, in the order they
-came, those of rows whose step has no row in the ledger yet.
+came, those of rows that were not released yet.
 
 >>> units = StreamUnits(may_repeat=False)
 >>> units.take(units.check(2, [7, 8]))
@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Hashable, Iterable, Sized
+from secrets import token_hex
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -28,8 +29,7 @@ import torch
 from numpy.typing import NDArray
 
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of
-from noshuffle.release.unit_ids import ids_and_kind, name_to_id
-from noshuffle.release.units import Ids, UnitTable
+from noshuffle.release.units import Ids, UnitTable, ids_and_kind, name_to_id
 
 #: Single units that are seen before the table takes them in.
 _MOST_SINGLE = 2**16
@@ -60,8 +60,10 @@ class StreamUnits:
 
     def __init__(self, *, may_repeat: bool) -> None:
         self._may_repeat = may_repeat
-        #: By which names become numbers, in every phase alike; "integers" or "names".
-        self.secret = self.kind = ""
+        #: By which names become numbers, in every phase alike.
+        self.secret = token_hex(16)
+        #: "integers" or "names".
+        self.kind = ""
         #: Whether rows come with ids; None before the first.
         self.are_named: bool | None = None
         self._seen = UnitTable()
@@ -111,7 +113,7 @@ class StreamUnits:
             if len(self._singles) >= _MOST_SINGLE:
                 self._take_singles()
         elif found.distinct is not None and len(found.units):
-            self._seen.update(found.distinct, step=0)
+            self.note(found.distinct)
             self._waiting.frombytes(np.ascontiguousarray(found.units).tobytes())
 
     def _single(self, given: Any) -> int | None:
@@ -142,23 +144,23 @@ class StreamUnits:
     def _take_singles(self) -> None:
         if self._singles:
             own = np.fromiter(self._singles, dtype=np.int64, count=len(self._singles))
-            self._seen.update(np.sort(own), step=0)
+            self.note(own)
             self._singles = set()
 
     def first(self, count: int, *, after: int = 0) -> Ids:
-        """The units of so many rows whose step has no row in the ledger, the oldest first."""
+        """The units of so many rows that were not released yet, the oldest first."""
         start = self._gone + after
         return np.array(self._waiting[start : start + count], dtype=np.int64)
 
     def drop(self, count: int | None = None) -> None:
-        """The row of their step is written, or will never be asked for. None: of all."""
+        """The rows of so many units were released, or will not be. None: of all."""
         self._gone = len(self._waiting) if count is None else self._gone + count
         if self._gone >= min(_MOST_GONE, len(self._waiting)):
             self._waiting, self._gone = self._waiting[self._gone :], 0
 
-    def keep_last(self, count: int) -> None:
-        """Drop all but those of the last `count` rows; to do it again changes nothing."""
-        self.drop(max(0, len(self._waiting) - self._gone - count))
+    def note(self, units: Ids) -> None:
+        """These distinct units were here; they may be ones that another process took."""
+        self._seen.update(units, step=0, first=np.ones(len(units), dtype=bool))
 
     def state(self) -> dict[str, Any]:
         """As tensors and plain values."""
@@ -177,4 +179,4 @@ class StreamUnits:
         self.secret = state["_secret"]
         self._waiting, self._gone = array("q", state["pending"].tolist()), 0
         self._seen, self._singles = UnitTable(), set()
-        self._seen.update(np.sort(state["units"].numpy()), step=0)
+        self.note(state["units"].numpy())

@@ -33,8 +33,8 @@ from noshuffle.convex.shape import constraint_of
 from noshuffle.convex.weighting import by_class
 from noshuffle.errors import InvalidInput, Unsupported, one_of
 from noshuffle.optim.constraints import Constraint, L1Ball
-from noshuffle.release.unit_ids import as_ids
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan.statement import PrivacyStatement
+from noshuffle.release.units import as_ids
 
 #: Solvers that answer once, outside of the stream.
 ONE_SHOT = ("objective", "frank_wolfe")
@@ -89,7 +89,7 @@ class TableFit(GradientFit):
             "horizon": self.horizon is not None,
             "batch_size": self.batch_size is not None,
             "passes": self.passes != 1,
-            "mechanism": self.mechanism != "blt",
+            "mechanism": self.mechanism is not None,
             "averaging": self.averaging is not None,
             "learning_rate": self.learning_rate is not None,
             "penalty": self.penalty not in (None, "l2"),
@@ -141,7 +141,7 @@ class TableFit(GradientFit):
                 )
         if self.solver_ in ONE_SHOT and run is not None:
             raise Unsupported(
-                f"solver={self.solver_!r} answers once and keeps no ledger for a run folder; use "
+                f"solver={self.solver_!r} answers once and keeps no log for a run folder; use "
                 "'gd', 'ftrl' or 'auto'"
             )
         if self.solver_ != "gd":

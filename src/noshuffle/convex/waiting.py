@@ -3,8 +3,7 @@
 Between two releases the iterate does not move, so what rows add to the sum does not depend on when
 it is computed; ten rows in one product cost what one does. Pieces of more than `FEW` rows are
 summed as they come. Where a batch is cut depends on the pieces and on saves alone, never on who
-looks: a replayed step has the same sum to the last bit. State: copies of raw rows, as secret as the
-unfinished sum, in memory only.
+looks. State: copies of raw rows, as secret as the unfinished sum, in memory only.
 
 >>> rows = WaitingRows()
 >>> [rows.keep(np.array([[v]]), np.array([0]), None) for v in (1.0, 2.0)]

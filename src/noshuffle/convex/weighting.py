@@ -29,7 +29,7 @@ import numpy as np
 from noshuffle.convex.arrays import Array, real_array
 from noshuffle.convex.stream_units import one_id_each
 from noshuffle.errors import InvalidInput, positive, whole
-from noshuffle.release.unit_ids import as_ids
+from noshuffle.release.units import as_ids
 
 PUBLIC_WEIGHTS = "The weights of the rows are taken to be public knowledge, their largest among it."
 PRIVATE_WEIGHTS = "Weights of rows are part of them: clamped to [0, {:g}], and covered."

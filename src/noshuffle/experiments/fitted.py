@@ -13,10 +13,9 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from noshuffle.bins_fit import fit_bins
 from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, Participation, Poisson
-from noshuffle.plan import Plan
-from noshuffle.sampled_fit import alternatives
+from noshuffle.plan import Plan, compare_sampling
+from noshuffle.plan.fit_bins import fit_bins
 from noshuffle.strategies import Strategy, error
 from noshuffle.strategies.fit import fit
 from noshuffle.strategies.fit_blt import TAPS_LIMIT
@@ -53,7 +52,7 @@ def strategy(name: str, *, epochs: int, per_epoch: int) -> Strategy:
         how: dict[str, Any] = {"epsilon": float(at), "delta": FITTED_DELTA}
         how["workload"] = heavy_ball(BETA)
         if kind == "cyclic":
-            rows = alternatives(Plan.fit, Epochs(epochs, per_epoch), **how, kinds=(kind,))
+            rows = compare_sampling(Epochs(epochs, per_epoch), kinds=(kind,), **how)
             cyclic: Strategy = rows[0].plan.strategy
             return cyclic
         bins = fit_bins(BallsInBins(epochs, per_epoch), **how)

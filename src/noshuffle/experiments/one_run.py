@@ -21,7 +21,6 @@ from torch import Tensor, nn
 from noshuffle.clipping.check import evaluated
 from noshuffle.errors import ProbablyNotMeant
 from noshuffle.plan import Plan
-from noshuffle.release.repeated import RepeatedFit
 from noshuffle.training import privatize
 from noshuffle.training.private import Private
 
@@ -61,8 +60,7 @@ def train(
     optimizer = torch.optim.SGD(model.parameters(), lr=learning_rate, momentum=momentum)
     loss_fn = nn.CrossEntropyLoss()
     with warnings.catch_warnings(), torch.autocast(x.device.type, torch.bfloat16, enabled=half):
-        for kind in (ProbablyNotMeant, RepeatedFit):
-            warnings.simplefilter("ignore", kind)
+        warnings.simplefilter("ignore", ProbablyNotMeant)
         private = privatize(
             model,
             optimizer,

@@ -20,8 +20,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput, ReplayRefused
-from noshuffle.release.files import read_json, write_json
+from noshuffle.errors import InvalidInput
+from noshuffle.release.files import alone_in, read_json, write_json
 from noshuffle.version import __version__
 
 
@@ -63,20 +63,15 @@ class Store:
     @contextmanager
     def alone(self) -> Iterator[None]:
         """Nobody else computes in the folder meanwhile: one would write over what another found."""
-        from noshuffle.release.folder_lock import take  # torch
-
         self.path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            lock = take(self.path.parent)
-        except ReplayRefused:
+            with alone_in(self.path.parent):
+                yield
+        except BlockingIOError:
             raise InvalidInput(
                 f"another process computes in {self.path.parent}; wait for its end, or use another "
                 "--out"
             ) from None
-        try:
-            yield
-        finally:
-            del lock
 
     def put(self, key: str, result: Any, *, seconds: float, device: str) -> None:
         """Keep the result of a cell, durably."""

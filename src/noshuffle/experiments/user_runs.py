@@ -64,7 +64,7 @@ def train(
             cohorts = [sampler.draw(step) for sampler in samplers]
         else:
             here = np.array(check_ins(step))
-            chosen = draw_cohort(first.ledger, first.units(here), size=first.cohort_size)
+            chosen = draw_cohort(first.guard, first.units(here), size=first.cohort_size)
             cohorts = [np.sort(here[chosen])] * len(servers)
         opened = [server.open(places) for server, places in zip(servers, cohorts)]
         sums = _clipped_sums(gradient, servers, cohorts, task, local=local, at_once=at_once)

@@ -1,7 +1,7 @@
 """Who is asked in a round: users that the guard admits, in whatever order they check in.
 
 Nobody is sampled. Users are named by a stable id (a string or an integer; never the connection they
-came by), the ledger knows when each was asked, and a cohort is the first `size` distinct users of
+came by), the log knows when each was asked, and a cohort is the first `size` distinct users of
 the check-in list that the participation still admits. Whoever decides about check-ins, an adversary
 included, decides about utility and not about privacy.
 
@@ -30,13 +30,12 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.errors import InvalidInput, ParticipationViolation, instance_of, whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.plan import Plan
-from noshuffle.release.count_cost import joint_multiplier
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger import Ledger
-from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.spending import ADAPTIVE_CLIP
-from noshuffle.release.unit_ids import Ids, as_ids, kind_of_ids
-from noshuffle.statement import PrivacyStatement
+from noshuffle.release.history import History
+from noshuffle.release.spending import ADAPTIVE_CLIP, NO_IDS
+from noshuffle.release.threshold import joint_multiplier
+from noshuffle.release.units import Guard, Ids, as_ids, kind_of_ids
 
 UserId = str | int
 Users = Sequence[UserId] | Ids
@@ -63,32 +62,22 @@ class Cohort:
     units: Ids
 
 
-@dataclass(frozen=True)
-class RoundLog:
-    """The rounds of a run: who was sent work, as the ledger numbers them, and when."""
-
-    users: tuple[Ids, ...]
-    times: tuple[float, ...]
-
-
-def read_log(run: str | Path) -> RoundLog:
-    """The log of rounds in a run folder, those skipped after a crash included.
+def read_log(run: str | Path) -> list[Ids]:
+    """Who was sent work in each round of a run folder, those that were passed over included.
 
     Nothing is written, and the run may be going on. Names of users are not in there, only numbers
     that are the same in every round.
     """
-    try:
-        evidence = Evidence(RunFolder(run).ledger_file)
-    except FileNotFoundError:
-        raise InvalidInput(f"{run} holds no ledger.sqlite; give the folder of a run") from None
-    rows = list(evidence.rows())
-    evidence.close()
-    if any(row.is_removed for row in rows):
-        raise InvalidInput(
-            f"the cohorts of {run} were secret draws, and were removed when it was sealed; there "
-            "is no log of them"
-        )
-    return RoundLog(tuple(row.units for row in rows), tuple(row.time for row in rows))
+    rounds: list[Ids] = []
+
+    def hear(step: int, units: Ids) -> None:
+        before = rounds.pop() if step < len(rounds) else units[:0]  # a step may have several rows
+        rounds.append(np.concatenate([before, units]))
+
+    history = History.read(RunFolder(run), on_step=hear)
+    if history.plan.participation.is_sampled or history.facts().get("ids") == NO_IDS:
+        raise InvalidInput(f"the log of {run} does not say who took part in which step")
+    return rounds
 
 
 def plain(user: object) -> UserId:
@@ -108,22 +97,17 @@ def checked_users(users: Users) -> Users:
     return users
 
 
-def draw_cohort(ledger: Ledger, checked_in: Ids, *, size: int) -> NDArray[np.intp]:
-    """Places in the check-in list of the users to ask in the ledger's next step, in that order.
+def draw_cohort(guard: Guard, checked_in: Ids, *, size: int) -> NDArray[np.intp]:
+    """Places in the check-in list of the users to ask in the next step, in that order.
 
     Guarantees: the users are distinct, at most `size`, and each admitted by the participation at
     this step. A user who checks in many times has one place. Nothing is charged here. Fewer than
     `size` (or none) come back where too few are free.
     """
     whole(size=size)
-    if not len(checked_in):
-        return np.empty(0, dtype=np.intp)
     _, places = np.unique(checked_in, return_index=True)
     places.sort()
-    admission = ledger.admit(ledger.released, checked_in[places], b"", drop=True)
-    if admission.is_empty:
-        return np.empty(0, dtype=np.intp)
-    return places[:size] if admission.keep is None else places[admission.keep][:size]
+    return places[guard.admits(checked_in[places])][:size]
 
 
 def observed_participation(history: Iterable[Users], *, steps: int | None = None) -> MinSeparation:

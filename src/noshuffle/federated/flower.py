@@ -1,8 +1,8 @@
 """PrivateStrategy: the rounds of `Rounds` on Flower, in a simulation or across machines.
 
-    configure_train   users online → those the guard admits → intent durable → one message each
+    configure_train   users online → those the guard admits → row on the disk → one message each
     aggregate_train   every reply on its own: taken, or one line in the log → noise, update, saved
-    start             from the round the ledger is at to the last one, or until nobody is free
+    start             from the round the log is at to the last one, or until nobody is free
 
 No subclass of FedAvg, which weighs clients by their number of examples and so lets one count for
 more than the clip norm. A run that was stopped goes on in a new run of Flower, under new node ids.
@@ -47,7 +47,7 @@ from noshuffle.federated.flower_wire import short
 from noshuffle.federated.rounds import Invitation, RoundReport, Rounds
 from noshuffle.federated.simulate import CheckIns, in_random_order
 from noshuffle.federated.timer import Timer
-from noshuffle.release.facts import GIVEN, USER_IDENTITY
+from noshuffle.release.spending import GIVEN, USER_IDENTITY
 
 __all__ = [
     "Handshake",
@@ -154,10 +154,10 @@ class PrivateStrategy(Strategy):
         """After a crash, or a start() that was broken off: nothing is published twice."""
         rounds, server = self.rounds, self.rounds.server
         skipped: tuple[int, ...] = ()
-        if rounds.is_open and server.run is None:
-            skipped = (server.round,)
+        if rounds.is_open:
+            skipped = (server.round - 1,)
             rounds.abandon()
-        elif rounds.is_open or server.round < server.ledger.released:
+        elif server.needs_resume:
             skipped = rounds.resume()
         for step in skipped:
             tell(f"round {step}: its outcome is unknown; its noise is skipped, its charge stays")
@@ -174,7 +174,7 @@ class PrivateStrategy(Strategy):
     ) -> list[Message]:
         """Choose users, charge them, and write to them; nothing if too few are free.
 
-        Guarantees: when messages are returned, step and cohort are on the disk.
+        Guarantees: when messages are returned, round and cohort are on the disk.
         """
         self._asked = {}
         server = self.rounds.server
@@ -222,7 +222,7 @@ class PrivateStrategy(Strategy):
                 tell(line)
         report = self.rounds.finish()
         self._asked = {}
-        # Rounds are counted from 0, as in the ledger and in every refusal; Flower's from 1.
+        # Rounds are counted from 0, as in the log and in every refusal; Flower's from 1.
         log(INFO, "round %i: asked %i, answered %i", report.step, report.asked, report.answered)
         if self._on_round is not None:
             self._on_round(report)
@@ -232,7 +232,7 @@ class PrivateStrategy(Strategy):
         """One reply: None if it is used, else why not."""
         node = reply.metadata.src_node_id
         user = self._asked.get(node)
-        where = f"round {self.rounds.server.round}"
+        where = f"round {self.rounds.server.round - 1}"
         if reply.has_error():
             who = f"user {short(user)}" if user is not None else f"node {node}"
             return f"{where}: {who} sent no update: {short(reply.error.reason)}"

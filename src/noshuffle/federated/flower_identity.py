@@ -7,7 +7,7 @@ Node ids are new with every run or start of a SuperNode, so no limit may be coun
     UnregisteredKeys   the same for any key; only by this name, since a restart makes a new one
 
 A handshake believes the client; keys are proved to the SuperLink. Which way it was is
-`user_identity`, a fact of the ledger and a sentence of the statement.
+`user_identity`, a fact of the log and a sentence of the statement.
 
 Guarantees: `online` never gives two users one node, or one user two nodes. A claim to an id is
 refused while another node that has it is online; of several that come at once none is believed. A
@@ -37,7 +37,7 @@ from noshuffle.federated import flower_wire as wire
 from noshuffle.federated.cohort import UserId
 from noshuffle.federated.flower_replies import ask
 from noshuffle.federated.flower_wire import short
-from noshuffle.release.facts import CLAIMED, REGISTERED, UNREGISTERED
+from noshuffle.release.spending import CLAIMED, REGISTERED, UNREGISTERED
 
 
 def tell(line: str) -> None:

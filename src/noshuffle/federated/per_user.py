@@ -26,7 +26,7 @@ from noshuffle.federated.cohort import UserId
 from noshuffle.federated.server import ServerOptimizer
 from noshuffle.participation import narrowed
 from noshuffle.plan import Plan
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan.statement import PrivacyStatement
 
 NOT_STEERED = (
     "How often this user was asked did not depend on released models; the run's own ε holds "
@@ -63,7 +63,7 @@ def epsilon_of(plan: Plan, *, participations: int, released: int | None = None) 
 
 def spending(server: ServerOptimizer) -> tuple[Spending, ...]:
     """The users of a run by how often they were asked, with the ε of each group."""
-    _, seen = server.ledger.units()
+    _, seen = server.guard.table.all()
     counts, users = np.unique(seen.count, return_counts=True)
     return tuple(Spending(int(c), int(n), _own(server, int(c))) for c, n in zip(counts, users))
 
@@ -78,11 +78,11 @@ def _own(server: ServerOptimizer, count: int) -> float:
     is_sampled = server.plan.participation.is_sampled
     if is_sampled or (server.needs_norms and count) or server.ancestors:
         return run
-    return min(run, epsilon_of(server.plan, participations=count, released=server.ledger.released))
+    return min(run, epsilon_of(server.plan, participations=count, released=server.round))
 
 
 def participations_of(server: ServerOptimizer, user: UserId) -> int:
-    ids, seen = server.ledger.units()
+    ids, seen = server.guard.table.all()
     return int(seen.count[ids == server.units([user])].sum())
 
 

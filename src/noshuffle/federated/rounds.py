@@ -1,13 +1,13 @@
 """Rounds: the protocol between a server and its clients, safe against crashes and bad replies.
 
-    begin    check-ins → users that the guard admits → intent durable → what to send
+    begin    check-ins → users that the guard admits → row on the disk → what to send
     receive  one reply: names, shapes, invitation, first answer? → clipped again → kept
     finish   sum in order of user id, unweighted → noise, update → checkpoint
-    resume   last checkpoint; rounds whose outcome is unknown are passed over
+    resume   last checkpoint; rounds behind it are passed over
 
-The intent is the ledger row of the round: step (= row of noise) and cohort. A row that no
-checkpoint covers is passed over: somebody may have seen the model that came of it. Under a test
-source going on is, bit for bit, the run that never stopped. Any engine drives this.
+The row of a round in the log has its number (= row of noise) and cohort. A row that no checkpoint
+covers is passed over: somebody may have seen the model that came of it. Under a test source going
+on is, bit for bit, the run that never stopped. Any engine drives this.
 State: the open round with the replies so far, in memory only.
 
 >>> from noshuffle import MinSeparation, Plan
@@ -34,12 +34,11 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ClippedSum
-from noshuffle.errors import InvalidInput, ReplayRefused, Unsupported, instance_of, whole
+from noshuffle.errors import InvalidInput, Unsupported, instance_of, whole
 from noshuffle.federated.clients import clip_flat
 from noshuffle.federated.cohort import Cohort, UserId, Users, draw_cohort, plain
 from noshuffle.federated.server import ServerOptimizer
 from noshuffle.one_owner import in_turn
-from noshuffle.release import checkpoint
 
 #: What a delta may be sent in.
 _FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
@@ -114,17 +113,17 @@ class Rounds:
 
         Under a sampled plan the cohort is the secret draw, and the list must hold all of it.
 
-        Guarantees: when this returns an invitation, step and cohort are durable; if it raises or
-        returns None, nobody was charged.
+        Guarantees: when this returns an invitation, round and cohort are on the disk; if it raises
+        or returns None, nobody was charged.
         """
         server = self.server
-        if server.run is not None and not checkpoint.saved(server.run.checkpoints):
+        if server.run is not None and not server.run.saved():
             self.save()  # so that a run resumes from its own first model, whatever is given then
         if server.plan.participation.is_sampled:
             users = self._sampled(checked_in)
         else:
             units = server.units(checked_in)
-            places = draw_cohort(server.ledger, units, size=server.cohort_size)
+            places = draw_cohort(server.guard, units, size=server.cohort_size)
             if len(places) < self._at_least:
                 return None
             names = [*checked_in]
@@ -135,10 +134,7 @@ class Rounds:
         return Invitation(cohort.step, cohort.users, server.parameters(), clip_norm)
 
     def _sampled(self, checked_in: Users) -> list[UserId]:
-        sampler = self.server.ledger.sampler
-        if sampler is None:
-            raise InvalidInput("a sampled plan draws its cohorts; call server.sampler(population)")
-        drawn: list[UserId] = sampler.draw(self.server.round).tolist()
+        drawn: list[UserId] = self.server.drawn.draw(self.server.round).tolist()
         missing = set(drawn) - {plain(user) for user in checked_in}
         if missing:
             raise InvalidInput(
@@ -256,8 +252,8 @@ class Rounds:
     def abandon(self) -> None:
         """Give the open round up: nothing is published, its noise is skipped, the charge stays."""
         self._now()
+        self.server.abandon()
         self._open = None
-        self.server.skip_unknown()
 
     def _now(self) -> _OpenRound:
         if self._open is None:
@@ -266,42 +262,27 @@ class Rounds:
 
     @in_turn
     def save(self) -> None:
-        """Checkpoint and statement into the run folder.
-
-        Guarantees: a server that another one has overtaken writes nothing; its ε would be too low.
-        """
-        ledger = self.server.ledger
-        if next(ledger.rows(start=ledger.released), None) is not None:
-            raise ReplayRefused("another process has gone on with this run; stop this one")
+        """Checkpoint and statement into the run folder."""
         self.server.save()
 
     @in_turn
     def resume(self) -> tuple[int, ...]:
-        """Load the newest checkpoint and pass over what is unknown; the rounds passed over."""
-        server = self.server
-        if server.run is None:
-            raise InvalidInput("there is no run folder; give ServerOptimizer run='runs/NAME'")
-        server.load()
-        self._open = None
-        skipped = server.skip_unknown()
-        server.run.forget_metrics_after(server.round)
-        if skipped:
-            self.save()
-        else:
-            server.write_statement()  # which tells how many processes went on with the run
-        return skipped
+        """Load the newest checkpoint; the rounds behind it, which are passed over."""
+        passed_over, run = self.server.resume(), self.server.run
+        if run is not None:
+            run.forget_metrics_after(self.server.round - len(passed_over))
+        return passed_over
 
     @in_turn
-    def close(self, *, keep_keys: bool = False) -> None:
-        """Save, and let go of the ledger; an open round is given up.
+    def close(self) -> None:
+        """Save, and let go of the run folder; an open round is given up.
 
-        A finished run is sealed: its keys are destroyed, unless `keep_keys`.
+        A finished run ends: its secret is removed.
         """
-        if self._open is not None:
-            self.abandon()
-        if self.server.run is not None:
-            self.save()
-        self.server.close(keep_keys=keep_keys)
+        if self.server.is_open:
+            self.server.abandon()
+        self._open = None
+        self.server.close()
 
 
 def _number(norm: float) -> float:

@@ -5,9 +5,9 @@
 m is the planned cohort size, whoever answers. The optimizer sees released values only. The door is
 `release.Release`, as in central training (Kairouz et al. 2021, arXiv 2103.00039, section 5).
 
-`open` charges the cohort: step and users are durable when it returns, and only then may work be
-sent. `step` takes the sum and releases. A round whose result is unknown (a crash) is passed over by
-`skip_unknown`: publishing anything else under its row could cancel its noise.
+`open` charges the cohort: the row of the round is on the disk when it returns, and only then may
+work be sent. `step` takes the sum and releases; `abandon` gives a round up. A round whose process
+died has no sum: `resume` passes over it, and it stays charged.
 
 State: parameters, optimizer, the open round, and what `Release` keeps.
 
@@ -31,36 +31,28 @@ step 0, and with a separation of 4 it may come again from step 4 on; leave the u
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 
-from noshuffle.clipping import ClippedSum, Flat
+from noshuffle.clipping import ClippedSum
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, instance_of
+from noshuffle.errors import InvalidInput, ParticipationViolation
 from noshuffle.federated import server_checks as checks
 from noshuffle.federated.cohort import Cohort, Users, checked_users, plain
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner, in_turn
+from noshuffle.optim.checks import check_optimizer
 from noshuffle.plan import Plan
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.account import Account
-from noshuffle.release.facts import (
-    GIVEN,
-    INITIAL,
-    ROUND_PRINTS,
-    USER_IDENTITY,
-    check_optimizer,
-    round_print,
-)
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger import Admission, Ledger
-from noshuffle.release.release import Release
+from noshuffle.release.open_run import Run
+from noshuffle.release.release import Release, Ticket
 from noshuffle.release.sampler import Sampler
-from noshuffle.release.unit_ids import Ids
-from noshuffle.statement import PrivacyStatement
+from noshuffle.release.spending import GIVEN, INITIAL, USER_IDENTITY
+from noshuffle.release.units import Guard, Ids
 
 OptimizerFn = Callable[[list[nn.Parameter]], torch.optim.Optimizer]
 
@@ -74,9 +66,9 @@ class ServerOptimizer(OneOwner):
         cohort_size: the planned number of users a round, by which every noisy sum is divided.
         optimizer_fn: makes the update rule from a list of parameters.
         source: where noise comes from; fresh keys of the operating system by default.
-        run: a folder for keys, ledger and statement; None keeps them in memory.
+        run: a folder for secret, log and statement; None keeps them in memory.
+        fork_of: a run that ends here, and whose cost this one adds to its own.
         initial: where the initial parameters come from, for the statement; not from the users.
-        moved: without effect; a copied folder goes on under fresh keys.
         budget: what all runs on the same users draw on (`noshuffle.Budget`).
     """
 
@@ -89,9 +81,9 @@ class ServerOptimizer(OneOwner):
         cohort_size: int,
         optimizer_fn: OptimizerFn,
         source: Source | None = None,
-        run: RunFolder | str | Path | None = None,
+        run: Run = None,
+        fork_of: Run = None,
         initial: str = INITIAL,
-        moved: bool = False,
         budget: Account | None = None,
     ) -> None:
         checks.check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
@@ -101,35 +93,37 @@ class ServerOptimizer(OneOwner):
         self.device = next(iter(self._parameters.values())).device
         self.optimizer = optimizer_fn(list(self._parameters.values()))
         check_optimizer(self.optimizer, self._parameters)
-        self._built = checks.built_settings(self.optimizer)
-        self._release = Release.begin(
+        self._release = Release(
             plan,
             self.shapes,
-            clip=clip if isinstance(clip, QuantileClip) else Flat(float(clip)),
+            clip=clip,
             divisor=cohort_size,
             device=self.device,
             run=run,
+            fork_of=fork_of,
             source=source,
-            facts=dict([ROUND_PRINTS, ("initial", initial)]),
+            facts={"initial": initial, "optimizer": checks.rule_of(self.optimizer)},
             budget=budget,
         )
-        self.run = self._release.folder
-        self._open: tuple[Cohort, Admission] | None = None
-        self._is_torn = False
-        #: How users are told apart, a fact of the ledger from round 0 on; drivers set it.
+        self._open: tuple[Cohort, Ticket] | None = None
+        #: How users are told apart, a fact of the log from round 0 on; drivers set it.
         self.user_identity = GIVEN
         self.ancestors = self._release.ancestors
-        self._statement: PrivacyStatement | None = None
-        if not self.ledger.released:  # a folder has a statement from its beginning on
-            self.write_statement()
+        #: Whether the run goes on from its folder, so that `resume` comes first.
+        self.needs_resume = self.round > 0
 
     @property
-    def ledger(self) -> Ledger:
-        return self._release.ledger
+    def run(self) -> RunFolder | None:
+        return self._release.folder
+
+    @property
+    def guard(self) -> Guard:
+        """Who took part when, and who may take part in the next round."""
+        return self._release.guard
 
     @property
     def round(self) -> int:
-        """Rows of noise used so far: the number of the next round."""
+        """How many rounds were opened: the number of the next one."""
         return self._release.step
 
     @property
@@ -162,62 +156,56 @@ class ServerOptimizer(OneOwner):
         """The secret draws of a sampled plan (users are 0 … population − 1)."""
         return self._release.sampler(population)
 
-    def units(self, users: Users) -> Ids:
-        """The numbers by which the ledger knows users; a run names all by strings, or by integers.
+    @property
+    def drawn(self) -> Sampler:
+        """The sampler that was made last."""
+        return self._release.drawn
 
-        Strings are hashed under a secret of the run, so that a ledger does not give away who took
+    def units(self, users: Users) -> Ids:
+        """The numbers by which the log knows users; a run names all by strings, or by integers.
+
+        Strings are hashed under the secret of the run, so that a log does not give away who took
         part.
         """
-        return self._release.identify(checked_users(users), is_question=True)
+        return self._release.identify(checked_users(users))
 
     @in_turn
     def open(self, users: Users) -> Cohort:
         """Charge a cohort for the next round; send work only after this has returned.
 
         Guarantees: raises, and charges nobody, if a user is outside the participation or named
-        twice, if the plan is used up, or if an earlier round is still open or was torn. When it
-        returns, step and users are on the disk (with a run folder).
+        twice, if the plan is used up, or if an earlier round is still open or failed half-way. When
+        it returns, round and users are on the disk (with a run folder).
         """
-        self._check_ready()
-        units = self._release.identify(checked_users(users))
+        self._check_between()
+        release, step = self._release, self.round
+        units = release.identify(checked_users(users))
         names = [plain(user) for user in users]
         if len(np.unique(units)) < len(units):
             raise ParticipationViolation(
-                f"a user is named twice in round {self.round}; a cohort holds each user once"
+                f"a user is named twice in round {step}; a cohort holds each user once"
             )
         order = sorted(range(len(names)), key=names.__getitem__)
-        cohort = Cohort(self.round, tuple(names[i] for i in order), units[order])
-        self._open = cohort, self._charge(cohort)
+        cohort = Cohort(step, tuple(names[i] for i in order), units[order])
+        release.bind(USER_IDENTITY, self.user_identity)
+        try:
+            ticket = release.admit(cohort.units)
+        except ParticipationViolation:
+            why = checks.why_not(self.guard, cohort.users, cohort.units)
+            raise ParticipationViolation(why) from None
+        self._open = cohort, ticket
+        release.flush()
         return cohort
 
-    def _check_whole(self) -> None:
-        if self._is_torn:
-            raise NoshuffleError("a round failed half-way; resume from the last checkpoint")
+    @property
+    def is_open(self) -> bool:
+        """Whether a round waits for its sum, or to be abandoned."""
+        return self._open is not None and not self._open[1].is_used
 
-    def _check_ready(self) -> None:
-        self._check_whole()
-        if self._open is not None:
-            raise InvalidInput(
-                f"round {self._open[0].step} is still open; finish or abandon it first"
-            )
-        if self.round != self.ledger.released:
-            raise InvalidInput(
-                f"the ledger knows of {self.ledger.released} rounds, this server is at "
-                f"{self.round}; call Rounds(server).resume(), or load its last state and "
-                "skip_unknown()"
-            )
-
-    def _charge(self, cohort: Cohort) -> Admission:
-        release = self._release
-        what = round_print(cohort.step, cohort.units, secret=release.secret)
-        try:
-            admission = release.admit(cohort.step, cohort.units, what)
-        except ParticipationViolation:
-            why = checks.why_not(self.ledger, cohort.users, cohort.units)
-            raise ParticipationViolation(why) from None
-        self.ledger.bind(USER_IDENTITY, self.user_identity)
-        release.open(admission)
-        return admission
+    def _check_between(self) -> None:
+        if self.is_open:
+            raise InvalidInput(f"round {self.round - 1} is still open; finish or abandon it first")
+        self._release.check_ready()
 
     @in_turn
     def step(
@@ -245,20 +233,17 @@ class ServerOptimizer(OneOwner):
         users = len(cohort.users if isinstance(cohort, Cohort) else checked_users(cohort))
         values = checks.checked_sum(given, self.shapes, users=users, clip_norm=self.clip_norm)
         values = {name: value.to(self.device) for name, value in values.items()}
-        admission = self._claim(cohort)
-        self._is_torn = True
-        counted = self._release.counted([given]) if isinstance(given, ClippedSum) else []
-        self._release.close(admission, values, also=counted, is_open=True)
+        ticket, sums = self._claim(cohort), [given] if isinstance(given, ClippedSum) else []
+        self._release.close(ticket, values, sums=sums)
         for name, parameter in self._parameters.items():
             parameter.grad = values[name].neg_().to(parameter.dtype)
-        if isinstance(given, ClippedSum):
-            self._release.learn([given], step=admission.step)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        self._open, self._is_torn = None, False
+        self._release.finish(ticket)
+        self._open = None
         return self.parameters()
 
-    def _claim(self, cohort: Cohort | Users) -> Admission:
+    def _claim(self, cohort: Cohort | Users) -> Ticket:
         cohort = cohort if isinstance(cohort, Cohort) else self.open(cohort)
         if self._open is None or self._open[0] is not cohort:
             raise InvalidInput(
@@ -268,16 +253,16 @@ class ServerOptimizer(OneOwner):
         return self._open[1]
 
     @in_turn
-    def skip_unknown(self) -> tuple[int, ...]:
-        """Pass over rounds that were charged and whose result is unknown; returns their numbers.
+    def abandon(self) -> None:
+        """Give the open round up: nothing is published, its noise is thrown away, its charge stays.
 
-        Guarantees: their rows of noise are drawn as they would have been (later rows depend on
-        them) and thrown away; parameters and optimizer stay; the charges stay.
+        Later rounds have the noise that they would have had.
         """
-        self._check_whole()
-        rounds = tuple(self._release.skip() for _ in range(self.round, self.ledger.released))
+        if self._open is None or self._open[1].is_used:
+            self._check_between()
+            raise InvalidInput("no round is open; open one first")
+        self._release.pass_over(self._open[1])
         self._open = None
-        return rounds
 
     def statement(self) -> PrivacyStatement:
         """The guarantee for every user of the rounds so far, those skipped included.
@@ -285,62 +270,43 @@ class ServerOptimizer(OneOwner):
         With a clip norm that follows a quantile it is that of the whole plan from the first round
         on, since the noise makes room for the counts over all rounds.
         """
-        return self._statement or self._release.statement()
-
-    @in_turn
-    def state_dict(self) -> dict[str, Any]:
-        """Everything but the key, between rounds; goes into `release.checkpoint` as it is."""
-        if self._is_torn or self._open is not None:
-            raise InvalidInput("a state is taken between rounds; finish or abandon the open one")
-        return {
-            **self._release.state_dict(),
-            "model": self.parameters(),
-            "rule": type(self.optimizer).__name__,
-            "built": self._built,
-            "optimizer": self.optimizer.state_dict(),
-            "random": torch.get_rng_state(),
-        }
-
-    @in_turn
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state` was taken; another plan, key, cohort, model or optimizer is refused.
-
-        Settings of the optimizer that were changed on the way (a schedule) are those of the state.
-        Rounds that the ledger knows of beyond it must then be passed over with `skip_unknown`.
-        """
-        instance_of(Mapping, state=state)
-        self._release.check_state(state)
-        rule = type(self.optimizer).__name__
-        checks.check_state(state, self.shapes, rule=rule, built=self._built)
-        with torch.no_grad():
-            for name, parameter in self._parameters.items():
-                parameter.copy_(state["model"][name])
-        self.optimizer.load_state_dict(dict(state["optimizer"]))
-        self._release.load_state_dict(state)
-        torch.set_rng_state(state["random"])
-        self._open, self._is_torn = None, False
+        return self._release.statement()
 
     @in_turn
     def save(self) -> None:
-        self._release.save(self.state_dict())
+        """Checkpoint and statement into the run folder, between rounds."""
+        self._check_between()
+        state = {"model": self.parameters(), "optimizer": self.optimizer.state_dict()}
+        self._release.save(state, secret={"random": torch.get_rng_state()})
 
     @in_turn
-    def load(self) -> None:
-        state = self._release.saved()
-        if state is not None:
-            self.load_state_dict(state)
+    def resume(self) -> tuple[int, ...]:
+        """Load the newest checkpoint; the rounds behind it, which are passed over.
 
-    def write_statement(self) -> None:
-        """Bring statement.json up to date with the ledger, if there is a run folder."""
-        self._release.write_statement()
-
-    @in_turn
-    def close(self, *, keep_keys: bool = False) -> None:
-        """Let go of the ledger and of the run folder, which another process may then go on with.
-
-        A finished run is sealed: its keys are destroyed, unless `keep_keys`.
+        Settings of the optimizer that were changed on the way (a schedule) are those that were
+        saved. Rounds that were passed over publish nothing, and stay charged.
         """
-        if self._statement is None:
-            self._release.settle_budget()
-            self._statement = self._release.statement()
-            self._release.close_run(keep_keys=keep_keys)
+        if self._open is not None:
+            self._check_between()
+        state, first = self._release.restore(), 0
+        if state is not None:
+            first = int(state["step"])
+            with torch.no_grad():
+                for name, parameter in self._parameters.items():
+                    parameter.copy_(state["model"][name])
+            self.optimizer.load_state_dict(state["optimizer"])
+            torch.set_rng_state(state["secret"]["random"])
+        self.needs_resume = False
+        return tuple(range(first, self.round))
+
+    @in_turn
+    def close(self) -> None:
+        """Save, and let go of the run folder, which another process may then go on with.
+
+        A finished run ends: its secret is removed. A round that is open, or that failed half-way,
+        is left to whoever resumes the run.
+        """
+        is_whole = self._open is None and not self.needs_resume
+        if self.run is not None and is_whole and not self._release.log.is_closed:
+            self.save()
+        self._release.close_run()

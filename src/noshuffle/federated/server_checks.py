@@ -1,10 +1,10 @@
-"""A server's copies of its parameters, and why it refuses a sum, a state or a cohort."""
+"""A server's copies of its parameters, and why it refuses a sum or a cohort."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -13,13 +13,11 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import delicate, trainable
 from noshuffle.errors import InvalidInput, Unsupported, callables, instance_of, whole
 from noshuffle.federated.cohort import UserId
+from noshuffle.optim.checks import settings_of
 from noshuffle.optim.constraints import joint_norm
 from noshuffle.plan import Plan
-from noshuffle.release import guard
-from noshuffle.release.fingerprint import settings_of
-from noshuffle.release.ledger import Ledger
 from noshuffle.release.threshold import COUNT
-from noshuffle.release.units import Ids, Seen
+from noshuffle.release.units import Guard, Ids
 
 
 def check_parts(
@@ -103,66 +101,36 @@ def checked_sum(
     return own
 
 
-def built_settings(optimizer: torch.optim.Optimizer) -> list[dict[str, Any]]:
-    """Learning rate and the like of an update rule that was just made; values that can be compared.
+def rule_of(optimizer: torch.optim.Optimizer) -> str:
+    """An update rule that was just made: its name and its settings, but for those that are off.
 
     Read once, before a schedule moves them: what a server was built with is its builder's word.
+
+    >>> rule_of(torch.optim.SGD([torch.zeros(1)], lr=0.5, momentum=0.9))
+    'SGD(lr=0.5, momentum=0.9)'
     """
-    plain = (bool, int, float, str, type(None))
-    return [
-        {name: value for name, value in group.items() if isinstance(value, plain)}
+    groups = [
+        ", ".join(f"{name}={_told(value)}" for name, value in group.items() if value)
         for group in settings_of(optimizer)
     ]
+    return f"{type(optimizer).__name__}({'; '.join(groups)})"
 
 
-def check_state(
-    state: Mapping[str, Any],
-    shapes: Mapping[str, tuple[int, ...]],
-    *,
-    rule: str,
-    built: Sequence[Mapping[str, Any]],
-) -> None:
-    """Raise if a saved state is of another model, of another update rule, or of its settings."""
-    saved = {name: tuple(value.shape) for name, value in state["model"].items()}
-    for name in {**shapes, **saved}:
-        if saved.get(name) != shapes.get(name):
-            raise InvalidInput(
-                f"this state was saved with {name!r} of shape {saved.get(name)}, the model has "
-                f"{shapes.get(name)}; build the server with the model of the run"
-            )
-    if state.get("rule", rule) != rule:
-        raise InvalidInput(
-            f"this state was saved with the optimizer {state['rule']}, the server has {rule}; "
-            "build it as it was"
-        )
-    groups = state.get("built", built)
-    if len(groups) != len(built):
-        raise InvalidInput(
-            f"this state was saved with {len(groups)} groups of parameters in the optimizer, the "
-            f"server has {len(built)}; build it as it was"
-        )
-    for place, (old, new) in enumerate(zip(groups, built)):
-        for name in old.keys() & new.keys():  # another version of torch may know other names
-            if old[name] != new[name]:
-                raise InvalidInput(
-                    f"this run was begun with the optimizer's {name} = {old[name]}, the server has "
-                    f"{new[name]}; build it as it was (to change it on the way, set "
-                    f"server.optimizer.param_groups[{place}][{name!r}] after resume())"
-                )
+def _told(value: object) -> str:
+    """1 and 1.0 are one setting, and an object is known by its type alone."""
+    if isinstance(value, int | float):
+        return repr(float(value))
+    return repr(value) if isinstance(value, str | tuple) else type(value).__name__
 
 
-def why_not(ledger: Ledger, users: Sequence[UserId], units: Ids) -> str:
+def why_not(guard: Guard, users: Sequence[UserId], units: Ids) -> str:
     """Why a cohort is refused, in the words of the caller, who knows names and not units."""
-    step, rule = ledger.released, ledger.participation
-    if rule.is_sampled:
+    step = guard.steps
+    if guard.participation.is_sampled:
         return (
             f"the cohort of round {step} is not the one that the secret sampler drew; ask exactly "
             "the users of server.sampler(population).draw(round)"
         )
-    ids, seen = ledger.units()
-    for user, unit in zip(users, units):
-        own = Seen(*(times[ids == unit] for times in (seen.first, seen.last, seen.count)))
-        if not guard.is_admitted(rule, step=step, seen=own).all():
-            why = guard.why_not(rule, step=step, record=own.record(0))
-            return f"user {user!r} may not take part in round {step}: {why}; leave the user out"
-    return f"the cohort of round {step} is not admitted by the plan; leave out whom it refuses"
+    at = int(np.flatnonzero(~guard.admits(units))[0])
+    why = guard.why_not(int(units[at]))
+    return f"user {users[at]!r} may not take part in round {step}: {why}; leave the user out"

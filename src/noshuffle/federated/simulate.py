@@ -45,8 +45,8 @@ from noshuffle.federated.recurrent import unrolled
 from noshuffle.federated.rounds import RoundReport, Rounds
 from noshuffle.federated.tasks import FederatedTask
 from noshuffle.federated.vectorised import groups, pack, takes_together, trained_many
-from noshuffle.release.facts import SIMULATED
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan.statement import PrivacyStatement
+from noshuffle.release.spending import SIMULATED
 from noshuffle.user_warnings import warn_user
 
 #: Said of the first user whose update is no number.

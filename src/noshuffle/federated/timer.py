@@ -120,8 +120,8 @@ def participation_from_times(
 ) -> MinSeparation:
     """What devices with `Timer(path, seconds=…, most=…)` did in these rounds at the most.
 
-    For `account_afterwards`; the times of a run, written before work was sent, are
-    `read_log(run).times`.
+    For `account_afterwards`. A run folder holds no times: whoever runs the server notes when each
+    round was begun.
     """
     apart = separation_from_times(times, seconds=seconds, delay=delay)
     return MinSeparation(steps=len(times), separation=apart, max_participations=most)

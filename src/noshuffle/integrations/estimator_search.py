@@ -17,7 +17,6 @@ random number of them. No state.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import replace
@@ -27,12 +26,10 @@ import numpy as np
 from sklearn.base import clone, is_classifier
 from sklearn.utils import _safe_indexing, indexable
 
-from noshuffle.budget.budget import Budget
-from noshuffle.budget.search import Tuned, tune
-from noshuffle.budget.trial import INSIDE, Trial
+from noshuffle.budget import Budget, Trial, Tuned, tune
+from noshuffle.budget.search import INSIDE
 from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, open_unit
-from noshuffle.release.repeated import RepeatedFit
 
 #: What all runs have in common.
 _TAKEN = frozenset({"epsilon", "delta", "budget", "neighbours", "test_seed"})
@@ -79,19 +76,17 @@ def private_search(
         # a copy: it has no raw score, and cannot go on under the share of one run
         return copy(own), _scores(own, *parts[1])
 
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", RepeatedFit)  # the search is what counts them
-        found = tune(
-            run,
-            settings,
-            epsilon=epsilon,
-            delta=delta,
-            law=law,
-            repeats=repeats,
-            neighbours=model.neighbours,
-            unit="example",
-            budget=budget,
-        )
+    found = tune(
+        run,
+        settings,
+        epsilon=epsilon,
+        delta=delta,
+        law=law,
+        repeats=repeats,
+        neighbours=model.neighbours,
+        unit="example",
+        budget=budget,
+    )
     if found.result is not None:
         own = found.result.privacy_.assumptions
         said = found.statement.with_assumptions(*(one for one in own if one != INSIDE))

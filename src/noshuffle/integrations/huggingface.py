@@ -7,13 +7,14 @@ A step of the Trainer (`gradient_accumulation_steps` batches) is one private ste
 for example by example. `num_items_in_batch`, the division for accumulation and `max_grad_norm` act
 on the whole batch and have no place here. Data are read in their order. Losses are raw: not logged.
 
-With a run folder training goes on where it was, whoever killed it: it holds model, optimizer,
-schedule, noise and Trainer, written whenever the Trainer saves. State: the batches of the step, and
-how many of the epoch were read.
+With a run folder training goes on at the next step, whoever killed it: it holds model, optimizer,
+schedule, noise and Trainer, written whenever the Trainer saves, by time, and when the process is
+asked to end. State: the batches of the step, and how many of the epoch were read.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import tempfile
 from collections.abc import Mapping, Sequence
@@ -35,6 +36,7 @@ from noshuffle.integrations.huggingface_checks import (
     part_size,
     participation_of,
     refuse,
+    steps_per_epoch,
 )
 from noshuffle.integrations.huggingface_watch import (
     StepOptimizer,
@@ -42,8 +44,8 @@ from noshuffle.integrations.huggingface_watch import (
     TrainerWatch,
 )
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint
-from noshuffle.release.folder import RunFolder
+from noshuffle.release.folder import RunFolder, load
+from noshuffle.release.history import History
 from noshuffle.training import Private, privatize
 from noshuffle.training.rng import restore_rng
 from noshuffle.training.unchanged import PrivateOptimizer
@@ -102,6 +104,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         self._parts: list[tuple[Any, Any]] = []
         self._batches = 0  # of this epoch, before the current one
         self._resumed: dict[str, Any] | None = None
+        self._lost = 0  # steps between the checkpoint and where the run goes on
         refuse(self, plan, is_own_loss=loss_fn is output_loss, readers=_readers())
         self.add_callback(TrainerWatch(self))
 
@@ -128,7 +131,7 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
                 "released), and a new run would not count them; make a new one, which goes on with "
                 "the same run=, or has one budget= in privacy= with this one"
             )
-        found = self._checkpoints()
+        found = [] if self._run is None else self._run.saved()
         if resume_from_checkpoint not in (None, False, True):
             raise InvalidInput(
                 "a private run goes on from its run folder, which holds the noise as well; give "
@@ -136,19 +139,28 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
             )
         if resume_from_checkpoint is True and not found:
             raise InvalidInput("nothing to resume: the run folder has no checkpoint; give run=")
-        self._resumed = found[-1] if found else None
-        if self._resumed is None:
-            return _without_loss(super().train(**options))
+        if self._run is None or not found:
+            return self._trained(options)
+        state = load(found[-1], with_secret=True)
+        self._resumed, told = state["secret"], json.loads(state["attached"]["trainer"]["state"])
+        # Steps behind the checkpoint are passed over, and so are their batches.
+        steps = History.read(self._run).steps
+        self._lost = steps - told["global_step"]
+        told["global_step"] = steps
+        if hasattr(self.train_dataset, "__len__"):
+            told["epoch"] = steps / steps_per_epoch(self.args, self.train_dataset)
         with tempfile.TemporaryDirectory() as folder:
-            state = self._resumed["attached"]["trainer"]["state"]
-            Path(folder, STATE_NAME).write_text(state, encoding="utf8")
-            return _without_loss(super().train(resume_from_checkpoint=folder, **options))
+            Path(folder, STATE_NAME).write_text(json.dumps(told), encoding="utf8")
+            return self._trained({"resume_from_checkpoint": folder, **options})
 
-    def _checkpoints(self) -> list[dict[str, Any]]:
-        """The newest checkpoint of the run folder, if there is one."""
-        paths = [] if self._run is None else checkpoint.saved(self._run.checkpoints)
-        states = (checkpoint.load(path) for path in paths[-1:])
-        return [{name: state[name] for name in ("attached", "random")} for state in states]
+    def _trained(self, options: dict[str, Any]) -> Any:
+        """What the Trainer comes to; the last whole step is saved if that is an error."""
+        try:
+            return _without_loss(super().train(**options))
+        except BaseException:
+            if hasattr(self, "private"):
+                self.private.save_whole()
+            raise
 
     # What the Trainer would load from a folder of its own comes from the run folder.
     def _load_from_checkpoint(self, *args: Any, **options: Any) -> None:
@@ -158,13 +170,15 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
         if checkpoint is not None:
             self.private.attach(trainer=TrainerState(self))
             self.private.resume()
+            for _ in range(self._lost):
+                self.lr_scheduler.step()
 
     def _load_scaler(self, checkpoint: str | None) -> None:
         """There is none: half precision is bfloat16."""
 
     def _load_rng_state(self, checkpoint: str | None) -> None:
         found = None if self._resumed is None else self._resumed["random"]
-        if found is not None:  # a seal removes those of a sampled run
+        if found is not None:
             restore_rng(found)
 
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
@@ -190,10 +204,9 @@ class PrivateTrainer(_Trainer):  # type: ignore[misc]
 
     def _begin(self) -> None:
         """Before the first step: what it starts from is kept, so that it can begin alike."""
-        if self._run is not None and not self.private.steps_done and not self._parts:
+        if self._run is not None and not self.private.steps_released and not self._parts:
             self.private.attach(trainer=TrainerState(self))
-            if not self.private.steps_released:
-                self.private.save()
+            self.private.save()
 
     def _ids(self, rows: int) -> Any:
         """Which examples of the data set (whose) a batch holds: it is read in order."""

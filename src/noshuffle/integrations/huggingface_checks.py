@@ -2,7 +2,6 @@
 
     participation_of(args, dataset)   once in every epoch, as the arguments cut it into steps
     refuse(trainer, plan, …)          arguments that order, scale, sample or skip rows otherwise
-    refuse_moved_data(before, now)    a run that goes on with data in another order
 
 Used by `huggingface.PrivateTrainer`. No state.
 """
@@ -11,21 +10,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Mapping, Sequence
-from functools import partial
+from collections.abc import Mapping
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 from torch import Tensor
-from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset
 
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, SinglePass
 from noshuffle.plan import Plan
-from noshuffle.release.fingerprint import of_batch
 from noshuffle.training.batches import refuse_passes
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.user_warnings import warn_user
@@ -68,49 +64,9 @@ def is_indexable(data: Any) -> bool:
     return hasattr(data, "__len__") and not isinstance(data, IterableDataset)
 
 
-Looked = tuple[int, str, list[str]]
-
-
 def spread_rows(data: Any) -> list[int]:
     """Numbers of up to eight rows all over a data set, the first and the last among them."""
     return sorted({i * (len(data) - 1) // 7 for i in range(8)}) if len(data) else []
-
-
-def looked_at(data: Any, units: Any, *, secret: bytes = b"") -> Looked:
-    """Length, whose rows they are, and eight rows ("" for one that is drawn anew each time)."""
-    before, print_of = rng_state(), partial(_fingerprint, secret=secret)
-    try:
-        pairs = [(print_of(data[i]), print_of(data[i])) for i in spread_rows(data)]
-    finally:
-        restore_rng(before)
-    whose = "" if units is None else print_of(units)
-    return len(data), whose, [one if one == again else "" for one, again in pairs]
-
-
-def refuse_moved_data(before: Looked, now: Looked) -> None:
-    """The ledger of a run knows rows by the places that they had when it began: moved, they would
-    count under the ids of others, and an example twice."""
-    is_moved = before[0] == now[0] and _are_others(before[2], now[2])
-    if is_moved or before[:2] != now[:2]:
-        what = "rows" if is_moved else "length" if before[0] != now[0] else "units"
-        raise InvalidInput(
-            f"train_dataset has not the {what} that it had when this run began, and rows are known "
-            "by their places; give it the same data in the same order (shuffle with a seed)"
-        )
-
-
-def _are_others(rows: Sequence[str], others: Sequence[str]) -> bool:
-    """Whether more than half of them differ, of those that are not drawn anew each time."""
-    pairs = [(a, b) for a, b in zip(rows, others) if a and b]
-    return 2 * sum(a != b for a, b in pairs) > len(pairs)
-
-
-def _fingerprint(row: Any, *, secret: bytes = b"") -> str:
-    """A fingerprint of all that is a number, a text or an array in it."""
-    kinds = Tensor | np.ndarray | str | bytes | int | float | None
-    plain = dict(row) if isinstance(row, Mapping) else row
-    told = tree_map(lambda leaf: leaf if isinstance(leaf, kinds) else type(leaf).__name__, plain)
-    return of_batch((told,), None, secret=secret).hex()[:8]
 
 
 def refuse_mixed_rows(loader: Any, *, has_units: bool) -> None:

@@ -3,14 +3,16 @@
     TrainerWatch    before the first step: whether rows are examples, and padding changes nothing;
                     then it counts the batches that are read, by which rows are known
     StepOptimizer   in the place of the Trainer's optimizer: `step` releases what was collected
-    TrainerState    the part of a checkpoint that the Trainer goes on from, with a look at its data
+    TrainerState    the part of a checkpoint that the Trainer goes on from, and which data it is of
 
 State: how many batches of an epoch were read (kept by the Trainer), and whether one has begun.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -18,11 +20,8 @@ import transformers
 
 from noshuffle.errors import InvalidInput
 from noshuffle.integrations.huggingface_checks import (
-    Looked,
     is_indexable,
-    looked_at,
     refuse_mixed_rows,
-    refuse_moved_data,
     steps_per_epoch,
 )
 from noshuffle.integrations.huggingface_padding import refuse_padding
@@ -61,10 +60,8 @@ class TrainerWatch(transformers.TrainerCallback):
         """A run that goes on leaves out what was read of its first epoch."""
         trainer, is_first = self._trainer, self._is_first
         trainer._batches, self._is_first = 0, False
-        if not is_first or (state.epoch or 0.0) >= 1.0:  # it may go on in a later one
-            trainer.private.read_again()
         if is_first and is_indexable(trainer.train_dataset):
-            steps = trainer.private.steps_done % steps_per_epoch(args, trainer.train_dataset)
+            steps = trainer.private.steps_released % steps_per_epoch(args, trainer.train_dataset)
             trainer._batches = steps * args.gradient_accumulation_steps
 
     def on_substep_end(self, args: Any, state: Any, control: Any, **given: Any) -> None:
@@ -87,29 +84,32 @@ class StepOptimizer(PrivateOptimizer):
 
 
 class TrainerState:
-    """The part of a checkpoint that the Trainer goes on from."""
+    """The part of a checkpoint that the Trainer goes on from; it does not keep it alive."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
+        self._trainer = weakref.proxy(trainer)
 
     def state_dict(self) -> dict[str, Any]:
         state = self._trainer.state
         text = json.dumps({k: v for k, v in vars(state).items() if _is_plain(v)})
-        looked = None if (own := self._looked()) is None else json.dumps(own)
-        return {"state": text, "schedule": self._trainer.lr_scheduler.state_dict(), "rows": looked}
+        schedule = self._trainer.lr_scheduler.state_dict()
+        return {"state": text, "schedule": schedule, "data": self._data()}
 
-    def _looked(self) -> Looked | None:
-        """Some rows, by a secret of the run: after a seal nobody can try out what they held."""
+    def _data(self) -> str:
+        """What the data set says of itself, by a secret of the run: nobody can try that out."""
         made = self._trainer
-        if not is_indexable(made.train_dataset):
-            return None
-        secret = made.private._parts.secret
-        return looked_at(made.train_dataset, made._units, secret=secret)
+        data, secret = made.train_dataset, made.private._parts.release.secret
+        units = None if made._units is None else made._units.tolist()
+        told = [len(data) if is_indexable(data) else None, getattr(data, "_fingerprint", ""), units]
+        return hashlib.blake2b(repr(told).encode(), key=secret, digest_size=16).hexdigest()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        now, found = self._looked(), state.get("rows")  # runs of before have none
-        if now is not None and found is not None:
-            refuse_moved_data(tuple(json.loads(found)), now)
+        if state["data"] != self._data():
+            raise InvalidInput(
+                "train_dataset (or units=) is not the one that this run began with, and rows are "
+                "known by their places; give it the same data in the same order (shuffle with a "
+                "seed)"
+            )
         self._trainer.lr_scheduler.load_state_dict(state["schedule"])
 
 

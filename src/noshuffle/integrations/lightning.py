@@ -7,14 +7,16 @@
 `training_step` stays as it is: passes since the last step are heard (`training.passes`), and the
 optimizer's step makes them private. What `training_step` logs is raw, and its author's to keep.
 
-With a run folder a checkpoint is written before every epoch, and the same script started again goes
-on there by itself. State: the run, and ids of the batches since the last step.
+With a run folder the same script started again goes on by itself, at the next epoch: Lightning
+reads one from its beginning, so the steps that are left of a broken one are passed over. State: the
+run, and ids of the batches since the last step.
 """
 
 from __future__ import annotations
 
 import math
 import sys
+import weakref
 from collections.abc import Callable
 from importlib import import_module
 from importlib.util import find_spec
@@ -27,11 +29,11 @@ from torch import nn
 
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.folder import RunFolder
-from noshuffle.statement import PrivacyStatement
 from noshuffle.training import Private, privatize
 from noshuffle.training.batches import refuse_passes, repeats_rows
-from noshuffle.training.check import is_shuffled, order_of
+from noshuffle.training.check import order_of
 from noshuffle.training.unchanged import PrivateOptimizer
 
 # The package has two names, and a process must not mix them.
@@ -50,8 +52,8 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         clip_norm: bound on one example's (user's) contribution.
         batch_size: examples of one optimizer step, accumulated batches together.
         run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
-        ids: the unit of every example of a batch, `ids(batch)`; without, batches are told apart
-            by their content.
+        ids: the unit of every example of a batch, `ids(batch)`; without, every row counts as a
+            new unit, the statement says so, and a run cannot be opened again.
         privacy: further options of `privatize`.
     """
 
@@ -101,8 +103,11 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         self.private = privatize(trained_part(pl_module), inner, self.plan, **self._options)
         trainer.strategy.optimizers = [_FitOptimizer(self)]
         if self.private.run is not None:
-            self.private.attach(fit=_Progress(trainer))
-            self.private.resume()
+            progress = _Progress(trainer)
+            self.private.attach(fit=progress)
+            if self.private.resume():
+                self.private.pass_over(to="epoch")
+                progress.go_to(self.private.steps_released, self.plan.participation.base)
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Before the first step is charged: the order and the number of the batches."""
@@ -111,11 +116,6 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             order = order_of(plan, loader)
             if order.verdict == "refused":
                 raise InvalidInput(f"{order.found}: {order.advice}")
-            if self._ids_of is None and is_shuffled(loader) and plan.participation.most > 1:
-                raise InvalidInput(
-                    "the loader makes other batches in every epoch, and only units can be followed "
-                    "then; give PrivateCallback(…, ids=lambda batch: …), or shuffle=False"
-                )
         if self._ids_of is None and _begins_again(combined):
             raise InvalidInput(
                 "several loaders of other lengths: the shorter ones begin again within an epoch, "
@@ -143,8 +143,6 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             refuse_passes(plan, steps=steps, per_pass=length, advice=advice)
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
-        if trainer.current_epoch:
-            self.private.read_again()
         if self.private.run is not None:
             self.private.save()
 
@@ -158,10 +156,10 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """The step was the run's, and nothing goes by what it logged."""
-        if trainer.global_step != self.private.steps_done:
+        if trainer.global_step != self.private.steps_released:
             raise InvalidInput(
                 f"trainer.fit has made {trainer.global_step} steps, the private run "
-                f"{self.private.steps_done}; an optimizer_step of the module's own calls "
+                f"{self.private.steps_released}; an optimizer_step of the module's own calls "
                 "optimizer.step(closure=closure), once, and changes no weights itself"
             )
         logged = {one.meta.name for one in trainer._results.values()}
@@ -178,6 +176,10 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         """The units of the batches since the last step."""
         ids, self._ids = self._ids, []
         return np.concatenate(ids) if ids else None
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        if hasattr(self, "private"):
+            self.private.save_whole()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         if self.private.run is not None:
@@ -197,30 +199,32 @@ class _FitOptimizer(PrivateOptimizer):
 
 
 class _Progress:
-    """How far `trainer.fit` is, at the beginning of an epoch, and its learning rates."""
+    """Learning rates of `trainer.fit`, and how far it is; it does not keep the trainer alive."""
 
     def __init__(self, trainer: Any) -> None:
-        self._trainer = trainer
-
-    def _schedules(self) -> list[Any]:
-        return [config.scheduler for config in self._trainer.lr_scheduler_configs]
+        self._trainer = weakref.proxy(trainer)
 
     def state_dict(self) -> dict[str, Any]:
-        return {
-            "epoch": self._trainer.current_epoch,
-            "step": self._trainer.global_step,
-            "schedules": [s.state_dict() for s in self._schedules()],
-        }
+        configs = self._trainer.lr_scheduler_configs
+        return {"schedules": [config.scheduler.state_dict() for config in configs]}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        loop = self._trainer.fit_loop
-        done = loop.epoch_progress.current
-        done.ready = done.started = done.processed = done.completed = state["epoch"]
+        configs = self._trainer.lr_scheduler_configs
+        for config, saved in zip(configs, state["schedules"], strict=True):
+            config.scheduler.load_state_dict(saved)
+
+    def go_to(self, step: int, rule: Any) -> None:
+        """Begin at this step, the first of an epoch; learning rates move on by what was missed."""
+        loop, epoch = self._trainer.fit_loop, step // rule.steps_per_epoch
+        past = loop.epoch_progress.current
+        past.ready = past.started = past.processed = past.completed = epoch
         steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        steps.ready = steps.completed = state["step"]
-        loop.epoch_loop._batches_that_stepped = state["step"]
-        for schedule, saved in zip(self._schedules(), state["schedules"], strict=True):
-            schedule.load_state_dict(saved)
+        steps.ready = steps.completed = loop.epoch_loop._batches_that_stepped = step
+        for config in self._trainer.lr_scheduler_configs:
+            due = (step if config.interval == "step" else epoch) // config.frequency
+            done = due if config.reduce_on_plateau else config.scheduler.last_epoch
+            for _ in range(due - done):
+                config.scheduler.step()
 
 
 def _begins_again(combined: Any) -> bool:

@@ -82,7 +82,6 @@ class NoiseStream(OneOwner):
         scale: float,
         steps: int,
         device: torch.device | str = "cpu",
-        starts: Mapping[str, int] | None = None,
     ) -> None:
         non_negative(scale=scale)
         check_spread(scale)
@@ -99,7 +98,7 @@ class NoiseStream(OneOwner):
         has_loops = on_cpu and native.library() is not None
         workers = torch.get_num_threads() if has_loops else 1
         chunk = CPU_CHUNK if has_loops else TORCH_CHUNK if on_cpu else DEVICE_CHUNK
-        self._layout = Layout.of(shapes, starts=starts, chunk_tiles=chunk)
+        self._layout = Layout.of(shapes, chunk_tiles=chunk)
         self._source = source.on(self._device)
         self._source.check_names(self._layout.shapes)
         self._identity = {
@@ -110,7 +109,6 @@ class NoiseStream(OneOwner):
             "scale": self.scale,
             "horizon": self.horizon,
             "shapes": {name: list(shape) for name, shape in self._layout.shapes.items()},
-            "starts": dict(self._layout.starts),
         }
         self._step = 0
         self._is_broken = False

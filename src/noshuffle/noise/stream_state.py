@@ -3,7 +3,7 @@
     {**identity, "later": names of later keys, "step": rows released,
      "buffers": {name: (count, *shape)}}
 
-The identity (recipe, source, key, scale, horizon, shapes, starts) must be that of the stream that
+The identity (recipe, source, key, scale, horizon, shapes) must be that of the stream that
 goes on: another one would add the noise of another mechanism. Buffers are saved as float32 without
 the padding of tiles, so that neither layout nor device matter to whoever goes on. No state.
 
@@ -29,10 +29,10 @@ def check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> Non
     """Raise where a saved state is that of another stream."""
     for key, expected in identity.items():
         if key not in state or state[key] != expected:
-            shown = "another" if key in ("shapes", "starts") else repr(state.get(key))
+            shown = "another" if key == "shapes" else repr(state.get(key))
             raise InvalidInput(
                 f"the saved noise state has {shown} {key}, this stream has "
-                f"{'its own' if key in ('shapes', 'starts') else repr(expected)}; "
+                f"{'its own' if key == 'shapes' else repr(expected)}; "
                 "resume with the plan and key of the run that was saved"
             )
 

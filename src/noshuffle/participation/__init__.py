@@ -31,7 +31,7 @@ from __future__ import annotations
 from typing import Any
 
 from noshuffle.errors import InvalidInput, instance_of, one_of
-from noshuffle.participation.base import Participation
+from noshuffle.participation.base import Mask, Participation, Seen
 from noshuffle.participation.draws import (
     BallsInBins,
     CyclicPoisson,
@@ -54,10 +54,12 @@ __all__ = [
     "CyclicPoisson",
     "Epochs",
     "FixedSize",
+    "Mask",
     "MinSeparation",
     "Participation",
     "Poisson",
     "Restarted",
+    "Seen",
     "SinglePass",
     "TruncatedPoisson",
     "from_dict",

@@ -4,9 +4,23 @@ from __future__ import annotations
 
 import math
 from dataclasses import asdict, dataclass, fields
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
-from noshuffle.errors import unit_rate, whole
+import numpy as np
+from numpy.typing import NDArray
+
+from noshuffle.errors import Unsupported, unit_rate, whole
+
+Mask = NDArray[np.bool_]
+Steps = NDArray[np.int32]
+
+
+class Seen(NamedTuple):
+    """When each of some units took part first and last, and how often; −1, −1, 0 for never."""
+
+    first: Steps
+    last: Steps
+    count: Steps  # type: ignore[assignment]  # tuples have a method of that name
 
 
 class Participation:
@@ -55,6 +69,22 @@ class Participation:
     def words(self) -> str:
         """The promise as one plain sentence."""
         raise NotImplementedError
+
+    def admits(self, step: int, seen: Seen) -> Mask:
+        """Which units with this record may take part in a step: one truth value per unit.
+
+        Guarantees: a sequence of steps in which every unit was admitted is a pattern over which
+        the sensitivity of this participation was maximised.
+        """
+        raise Unsupported(f"{self.kind} is a secret draw: the sampler says who takes part")
+
+    def begins_anew(self, step: int, seen: Seen) -> Mask:
+        """Which units count this step as their first."""
+        return np.asarray(seen.count == 0)
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        """The rule that a refused unit with this record breaks, in words."""
+        return f"it took part in step {last}"
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values, with `kind` first; `from_dict` is the inverse."""

@@ -1,6 +1,6 @@
 """Participations that a secret draw decides: their guarantee rests on its randomness.
 
-Only `release/sampler` may draw them, and the guard refuses batches that it did not draw. No state.
+Only `release/sampler` may draw them, and a run refuses batches that it did not draw. No state.
 
 >>> TruncatedPoisson.of(steps=10, batch=100, population=1000).largest_draw
 148

@@ -1,6 +1,14 @@
 """Participations that any order of the data keeps, however it was chosen: nothing is drawn.
 
-The guard compares every batch with them (`release/guard`). No state.
+A unit that was first seen at step j and last at l may take part in step t where
+
+    SinglePass      it was never seen
+    Epochs          t = j + i·b for a whole i ≥ 1, and t > l
+    AnyOrderEpochs  l lies in an earlier epoch
+    MinSeparation   t − l ≥ b, and it was seen fewer than k times
+    Restarted       its base says so; for Epochs, j starts anew in every block of steps
+
+No state.
 
 >>> narrowed(Epochs(epochs=5, steps_per_epoch=10), 2)
 MinSeparation(steps=50, separation=10, max_participations=2)
@@ -12,8 +20,10 @@ import math
 from dataclasses import dataclass
 from typing import Any, ClassVar, Self
 
+import numpy as np
+
 from noshuffle.errors import MAX_STEPS, InvalidInput
-from noshuffle.participation.base import InEpochs, Participation
+from noshuffle.participation.base import InEpochs, Mask, Participation, Seen
 
 #: The horizon of a run whose length nobody knows: the longest there is.
 OPEN = MAX_STEPS
@@ -39,6 +49,12 @@ class SinglePass(Participation):
             return "each unit takes part in at most one step, however many there will be"
         return f"each unit takes part in at most one of {self.steps} steps"
 
+    def admits(self, step: int, seen: Seen) -> Mask:
+        return np.asarray(seen.count == 0)
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        return f"it already took part in step {last} and the plan allows one step"
+
 
 @dataclass(frozen=True)
 class Epochs(InEpochs):
@@ -50,6 +66,18 @@ class Epochs(InEpochs):
         return (
             f"{self.epochs} epochs of {self.steps_per_epoch} steps in the same order: each unit "
             f"takes part once per epoch, always at the same position"
+        )
+
+    def admits(self, step: int, seen: Seen) -> Mask:
+        is_its_place = (step - seen.first) % self.steps_per_epoch == 0
+        return np.asarray((seen.count == 0) | (is_its_place & (seen.last < step)))
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        b = self.steps_per_epoch
+        return (
+            f"it was seen first in step {first}, so with {b} steps per epoch it may come only "
+            f"every {b} steps after that (last seen: {last}); private.batches(loader) keeps to one "
+            "order, and AnyOrderEpochs with mechanism='identity' takes a new one in every epoch"
         )
 
 
@@ -69,6 +97,13 @@ class AnyOrderEpochs(InEpochs):
             f"{self.epochs} epochs of {self.steps_per_epoch} steps in any order, which may change "
             "from epoch to epoch: each unit takes part at most once per epoch"
         )
+
+    def admits(self, step: int, seen: Seen) -> Mask:
+        is_in_earlier_epoch = seen.last < step - step % self.steps_per_epoch
+        return np.asarray((seen.count == 0) | is_in_earlier_epoch)
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        return f"it already took part in this epoch, in step {last}, and the plan allows one step"
 
 
 @dataclass(frozen=True)
@@ -93,6 +128,19 @@ class MinSeparation(Participation):
         return (
             f"each unit takes part in at most {self.most} {many}, any two of them "
             f"at least {self.separation} apart"
+        )
+
+    def admits(self, step: int, seen: Seen) -> Mask:
+        is_apart = step - seen.last >= self.separation
+        again = is_apart & (seen.count < self.max_participations)
+        return np.asarray((seen.count == 0) | again)
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        if count >= self.max_participations:
+            return f"it already took part {count} times and the plan allows that many"
+        return (
+            f"it took part in step {last}, and with a separation of {self.separation} it may come "
+            f"again from step {last + self.separation} on"
         )
 
 
@@ -136,6 +184,20 @@ class Restarted(Participation):
 
     def words(self) -> str:
         return f"{self.participation.words()}; the order may change after every {self.every} steps"
+
+    def admits(self, step: int, seen: Seen) -> Mask:
+        """Separation and count of a MinSeparation base hold across blocks too, which is stricter
+        than either reading of it."""
+        mask = self.participation.admits(step, seen)
+        if isinstance(self.participation, Epochs):
+            mask = mask | (seen.last < step - step % self.every)
+        return mask
+
+    def begins_anew(self, step: int, seen: Seen) -> Mask:
+        return np.asarray((seen.count == 0) | (seen.last < step - step % self.every))
+
+    def why_not(self, step: int, *, first: int, last: int, count: int) -> str:
+        return self.participation.why_not(step, first=first, last=last, count=count)
 
     def to_dict(self) -> dict[str, Any]:
         return {

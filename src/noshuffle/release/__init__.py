@@ -1,1 +1,1 @@
-"""The one way out for a noisy number: keys, guard, ledger, digests, run folder, verification."""
+"""The one way out for a noisy number: tickets, units, log, secret, run folder, verification."""

@@ -1,73 +1,59 @@
 """The run folder: a model together with the evidence for its guarantee.
 
+    log.jsonl         header, starts, steps with their units, checkpoints, end (`log`)
     plan.json         every privacy decision, canonical form
-    statement.json    the guarantee, the number of released steps, the plan hash
-    ledger.sqlite     released steps and who took part
+    statement.json    the guarantee, the number of steps, the newest link of the log
+    secret.json       the secret (mode 0600); whoever reads it can remove the noise
     metrics.jsonl     what training saw, from released values only
     config.json       how the run was started (free form)
-    ancestors.json    the runs it was forked from, if any
-    checkpoints/      whole states, and `key.json` (mode 0600): who reads it can remove the noise
+    checkpoints/step-00000120/model.safetensors   parameters and buffers
+                              state.pt            optimizer, counters
+                              secret.pt           noise buffers, random states (mode 0600)
 
-Every file is replaced atomically. A folder belongs to one plan and one ring of keys, and has one
-live process (`folder_lock`).
+Every file is replaced atomically. A checkpoint is written into a hidden folder, flushed, and
+renamed: it is complete or absent. Only plain tensors and values are stored, so that loading runs no
+code. When the run ends, secret.json and every secret.pt are removed.
 """
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping
+import shutil
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import nn
 
 from noshuffle.errors import InvalidInput, instance_of, utf8
 from noshuffle.plan import Plan
-from noshuffle.release import checkpoint
-from noshuffle.release.files import (
-    file_digest,
-    finite,
-    make_folder,
-    read_json,
-    sync,
-    write_bytes,
-    write_json,
-)
-from noshuffle.release.keys import KeyRing
-from noshuffle.release.other_folders import not_a_run
-from noshuffle.release.spending import Ancestor
+from noshuffle.release.files import file_digest, finite, make_folder, sync, write_bytes, write_json
 
-#: The lock, and what a crash leaves of an atomic write or removal, by the process that it was of.
-_PASSING = re.compile(r"\.(lock|.+\.\d+\.tmp|old-step-.+\.\d+)$")
-
-
-class Inside:
-    """A file of a run folder, by its name there."""
-
-    def __init__(self, *names: str) -> None:
-        self._names = names
-
-    def __get__(self, folder: RunFolder, kind: object = None) -> Path:
-        return folder.path.joinpath(*self._names)
+_NAME = re.compile(r"^step-(\d{8}|[1-9]\d{8,})$")  # one name for a step
+#: What may lie in a folder before a run begins there.
+_BEFORE = ("config.json", "checkpoints", "log.jsonl", "plan.json", "secret.json")
+#: What lies in a folder only after the header of its log was written.
+_AFTER = ("statement.json", "metrics.jsonl")
+#: How many runs one line names, and how many checkpoints are kept.
+_NAMED, _KEPT = 5, 2
+#: Names of the files of a checkpoint, each with its SHA-256.
+Digests = dict[str, str]
 
 
 @dataclass(frozen=True)
 class RunFolder:
-    """Names and atomic access; nothing is written before `begin`."""
+    """Names and atomic access; nothing is written before a run begins."""
 
     path: Path
-
-    plan_file = Inside("plan.json")
-    statement_file = Inside("statement.json")
-    ledger_file = Inside("ledger.sqlite")
-    metrics_file = Inside("metrics.jsonl")
-    config_file = Inside("config.json")
-    ancestors_file = Inside("ancestors.json")
-    signature_file = Inside("signature.json")
-    checkpoints = Inside("checkpoints")
-    key_file = Inside("checkpoints", "key.json")
 
     def __init__(self, path: str | Path) -> None:
         instance_of((str, os.PathLike), **{"a run folder": path})
@@ -79,142 +65,127 @@ class RunFolder:
         """However it was given."""
         return run if isinstance(run, RunFolder) else RunFolder(run)
 
+    plan_file = property(lambda self: self.path / "plan.json")
+    log_file = property(lambda self: self.path / "log.jsonl")
+    statement_file = property(lambda self: self.path / "statement.json")
+    secret_file = property(lambda self: self.path / "secret.json")
+    metrics_file = property(lambda self: self.path / "metrics.jsonl")
+    config_file = property(lambda self: self.path / "config.json")
+    signature_file = property(lambda self: self.path / "signature.json")
+    checkpoints = property(lambda self: self.path / "checkpoints")
+
+    # -- beginning and end ---------------------------------------------------------------------
+
     @property
     def is_started(self) -> bool:
-        """Whether a run lives here already."""
-        return self.plan_file.exists()
+        """Whether a run lives here: its log has a header."""
+        return bool(self.log_file.exists() and self.log_file.stat().st_size)
 
     def plan(self) -> Plan:
-        if not self.is_started:
-            raise InvalidInput(not_a_run(self.path))
+        if not self.plan_file.exists():
+            raise InvalidInput(self._not_a_run())
         try:
             return Plan.from_json(self.plan_file.read_text(encoding="utf-8"))
         except UnicodeDecodeError as error:
             raise InvalidInput(f"{self.plan_file} is not text: {error}") from None
 
-    def begin(self, plan: Plan, ring: KeyRing) -> None:
-        """Start a run: keys first, then the plan, by which it is known as a run.
-
-        Guarantees: the keys are on the disk, readable by their owner only, before this returns; a
-        folder with another run or somebody else's files is refused.
-        """
-        self.refuse_strangers()
-        make_folder(self.checkpoints)
-        self.write_ring(ring)
-        write_bytes(self.plan_file, plan.to_json().encode())
-
-    def withdraw(self, made: Iterable[Path] = ()) -> None:
-        """Take back what `begin` wrote, ledger and statement of a run that released nothing.
-
-        The plan goes first: killed in between, what is left is known as no run. `made`: see
-        `clear`.
-        """
-        self.plan_file.unlink(missing_ok=True)
-        for end in ("", "-wal", "-shm", "-journal"):
-            self.ledger_file.with_name(self.ledger_file.name + end).unlink(missing_ok=True)
-        self.statement_file.unlink(missing_ok=True)
-        self.clear(made)
-
-    def clear(self, made: Iterable[Path] = ()) -> None:
-        """Remove the keys, and the folders that were made for a run (innermost first) if nobody
-        uses them."""
-        self.destroy_keys()
-        with suppress(OSError):  # somebody has put something into it
-            if self.checkpoints.exists():
-                self.checkpoints.rmdir()
-            if made := tuple(made):
-                (self.path / ".lock").unlink(missing_ok=True)
-            for each in made:
-                each.rmdir()
-
     def refuse_strangers(self) -> None:
-        """Raise where a run cannot begin: there is one, or somebody else's files are."""
+        """Raise where a run cannot begin: the log of one is gone, or others' files are here.
+
+        A process that was killed while it began a run leaves at most secret, plan and a log without
+        a header: nothing was released, so the next one begins there.
+        """
         utf8(**{"the name of a run folder": self.path})  # reports and safetensors need it
         found = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
-        ours = ("checkpoints", "config.json", "ancestors.json")
-        strangers = [name for name in found if name not in ours and not name.startswith(".")]
-        if self.is_started or strangers:
-            what = "plan.json" if self.is_started else strangers[0]
-            raise InvalidInput(f"{self.path} is not empty ({what}); use a new folder")
+        if any(name in found for name in _AFTER) or self.saved():
+            raise InvalidInput(
+                f"{self.log_file} is missing or empty, and the files beside it are of a run that "
+                "had one; bring the log back, or begin a new run from the model in a new folder"
+            )
+        strangers = [name for name in found if name not in _BEFORE and not name.startswith(".")]
+        if strangers:
+            raise InvalidInput(f"{self.path} is not empty ({strangers[0]}); use a new folder")
+
+    def remove_secrets(self) -> None:
+        """Overwrite and remove whatever can take noise off, half-written copies too."""
+        found = [*self.path.glob("secret.json"), *self.path.glob(".secret.json.*")]
+        found += [*self.checkpoints.glob("*/secret.pt"), *self.checkpoints.glob(".*/secret.pt")]
+        found += [*self.checkpoints.glob("*/.secret.pt.*"), *self.checkpoints.glob(".*/.secret.*")]
+        for file in sorted(set(found)):
+            with file.open("r+b") as handle:
+                handle.write(bytes(file.stat().st_size))
+                handle.flush()
+                os.fsync(handle.fileno())
+            file.unlink()
+            sync(file.parent)
+
+    def withdraw(self, made: list[Path]) -> None:
+        """Take back what a run that released nothing has written; `made`: see `missing`."""
+        self.remove_secrets()
+        for file in (self.plan_file, self.statement_file, self.log_file):
+            file.unlink(missing_ok=True)
+        with suppress(OSError):  # somebody has put something into it
+            for each in made:
+                each.rmdir()
 
     def missing(self) -> list[Path]:
         """The folders that would be made for a run here, innermost first."""
         return [each for each in (self.path, *self.path.parents) if not each.exists()]
 
-    def write_ring(self, ring: KeyRing) -> None:
-        """Keep the keys; durable when this returns."""
-        write_json(self.key_file, ring.to_dict(), mode=0o600)
+    def _not_a_run(self) -> str:
+        said = f"{self.path} is not a run folder: it has no plan.json"
+        with suppress(OSError):
+            runs = sorted(p.parent for p in [*self.path.glob("*/plan.json")])
+            if runs:
+                return f"{said}, but holds runs: name one of {', '.join(map(str, runs[:_NAMED]))}"
+        return said
 
-    def ring(self) -> KeyRing:
-        """The keys; one clear line where they are gone."""
-        try:
-            return KeyRing.from_dict(read_json(self.key_file))
-        except FileNotFoundError:
-            raise InvalidInput(
-                f"{self.key_file} is missing (was the run sealed? a finished one is when it is "
-                "closed); without its keys a run cannot go on, only be forked; another run needs "
-                "a new folder"
-            ) from None
-        except (AttributeError, InvalidInput) as error:
-            raise InvalidInput(f"{self.key_file} cannot be read: {error}") from None
+    # -- checkpoints ---------------------------------------------------------------------------
 
-    def destroy_keys(self) -> None:
-        """Overwrite and remove the keys. What a file system or a backup keeps elsewhere stays.
+    def save(
+        self,
+        state: Mapping[str, Any],
+        *,
+        secret: Mapping[str, Any],
+        note: Callable[[Digests], None],
+    ) -> Path:
+        """Write a state (with its "step" and "model") and drop all but the last two.
 
-        Also those that a process was writing when it was killed (`files.write_bytes`). key.json
-        gets such a name first: killed in between, it would be a file of zeros that refutes the run.
+        `note` hears of the digests of what is not secret before the checkpoint is there: one that
+        nobody noted is not ours. Digests of secrets would let guesses of them be checked.
         """
-        if self.key_file.exists():
-            self.key_file.replace(self.key_file.with_name(f".{self.key_file.name}.gone.tmp"))
-            sync(self.checkpoints)
-        found = list(self.checkpoints.glob(f".{self.key_file.name}.*.tmp"))
-        for path in found:
-            with path.open("r+b") as file:
-                file.write(bytes(path.stat().st_size))
-                file.flush()
-                os.fsync(file.fileno())
-            path.unlink()
-        if found:
-            sync(self.checkpoints)
+        step = int(state["step"])
+        target: Path = self.checkpoints / f"step-{step:08d}"
+        temporary = self.checkpoints / f".step-{step:08d}.{os.getpid()}.tmp"
+        for left in [*self.checkpoints.glob(".step-*.tmp"), *self.checkpoints.glob(".old-*")]:
+            shutil.rmtree(left)  # what a crash left; a run has one writer
+        temporary.mkdir(parents=True)
+        model = {name: value.detach().cpu().clone() for name, value in state["model"].items()}
+        try:
+            save_file(model, temporary / "model.safetensors")
+        except SafetensorError as error:  # such as a full disk, in words of its own
+            raise OSError(f"{temporary / 'model.safetensors'}: {error}") from None
+        sync(temporary / "model.safetensors")
+        rest = {name: value for name, value in state.items() if name != "model"}
+        write_bytes(temporary / "state.pt", _bytes_of(rest))
+        note({file.name: file_digest(file) for file in sorted(temporary.iterdir())})
+        write_bytes(temporary / "secret.pt", _bytes_of(secret), mode=0o600)
+        if target.exists():
+            _remove(target)
+        os.replace(temporary, target)
+        sync(self.checkpoints)
+        for old in self.saved()[:-_KEPT]:
+            _remove(old)
+        return target
 
-    def ancestors(self) -> tuple[Ancestor, ...]:
-        """The runs this one was forked from, oldest first."""
-        if not self.ancestors_file.exists():
-            return ()
-        return tuple(Ancestor.from_dict(record) for record in read_json(self.ancestors_file))
+    def saved(self) -> list[Path]:
+        """Complete checkpoints, oldest first."""
+        if not self.checkpoints.exists():
+            return []
+        found = [(int(m[1]), p) for p in self.checkpoints.iterdir() if (m := _NAME.match(p.name))]
+        return [path for _, path in sorted(found)]
 
-    def files(self) -> list[Path]:
-        """The files beside ledger, statement and checkpoints."""
-        ledger = self.ledger_file.name
-        apart = {self.statement_file.name, self.signature_file.name}
-        apart |= {ledger + end for end in ("", "-wal", "-shm", "-journal")}
-        return [
-            file
-            for file in sorted(self.path.iterdir())
-            if file.is_file() and not file.name.startswith(".") and file.name not in apart
-        ]
-
-    def published(self) -> dict[str, list[Any]]:
-        """Digest and size of the files beside ledger, statement and checkpoints."""
-        return {file.name: [file_digest(file), file.stat().st_size] for file in self.files()}
-
-    def unknown(self) -> list[str]:
-        """What lies in the folder and is not of its form: other folders, hidden files, strangers
-        among the checkpoints. Nobody notes their digests."""
-        found = [
-            file.name
-            for file in self.path.iterdir()
-            if (file.name.startswith(".") and not _PASSING.match(file.name))
-            or (file != self.checkpoints and not file.is_file())
-        ]
-        if self.checkpoints.is_dir():
-            saved = checkpoint.saved(self.checkpoints)
-            found += [
-                f"checkpoints/{file.name}"
-                for file in self.checkpoints.iterdir()
-                if file not in (self.key_file, *saved) and not _PASSING.match(file.name)
-            ]
-        return sorted(found)
+    # -- statement, metrics, configuration -----------------------------------------------------
 
     def write_statement(self, record: Mapping[str, Any]) -> None:
         write_json(self.statement_file, dict(record))
@@ -243,8 +214,94 @@ class RunFolder:
                     yield found
 
     def forget_metrics_after(self, step: int) -> None:
-        """Drop lines from beyond `step`: those steps are about to be replayed."""
+        """Drop lines from beyond `step`: what they were measured on was lost."""
         if self.metrics_file.exists():
             kept = [m for m in self.metrics() if m.get("step", 0) <= step]
             text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in kept)
             write_bytes(self.metrics_file, text.encode())
+
+
+def digests(path: Path) -> Digests:
+    """Of the files of a checkpoint, but for the secret one."""
+    return {
+        file.name: file_digest(file)
+        for file in sorted(path.iterdir())
+        if file.name != "secret.pt" and not file.name.startswith(".")
+    }
+
+
+def step_of(path: Path) -> int:
+    return int(path.name.rpartition("-")[2])
+
+
+def load(path: Path, *, with_secret: bool = False) -> dict[str, Any]:
+    """Read a checkpoint back; one clear line where a file of it is missing or damaged."""
+    utf8(**{"the path of a checkpoint": path})
+    names = ["state.pt", "model.safetensors", *(["secret.pt"] if with_secret else [])]
+    for name in names:
+        if not (path / name).exists():
+            raise InvalidInput(f"{path} is not a checkpoint: {path / name} is missing")
+    try:
+        state = read_state(path / "state.pt")
+        state["model"] = load_file(path / "model.safetensors")
+        if with_secret:
+            state["secret"] = read_state(path / "secret.pt")
+    except OSError as error:
+        raise InvalidInput(
+            f"the checkpoint {path} could not be read ({error.strerror or error}); look after the "
+            "permissions of its files and the disk, then go on"
+        ) from None
+    except (UnpicklingError, SafetensorError) as error:
+        raise InvalidInput(
+            f"the checkpoint {path} is damaged ({error}); bring its files back, or "
+            "remove it to go on from the one before"
+        ) from None
+    return state
+
+
+def read_state(file: Path) -> dict[str, Any]:
+    """A saved state; UnpicklingError where the file holds none, whatever torch makes of it.
+
+    Tensors and plain values only: reading runs no code.
+    """
+    try:
+        state = torch.load(file, map_location="cpu", weights_only=True)
+    except OSError:
+        raise
+    except Exception as error:  # one bit can raise KeyError, UnicodeDecodeError, AssertionError, …
+        raise UnpicklingError(type(error).__name__) from error
+    if not isinstance(state, dict):
+        raise UnpicklingError(f"it holds a {type(state).__name__}")
+    return state
+
+
+def load_model(run: RunFolder | str | Path, model: nn.Module) -> int:
+    """The parameters of a run's newest checkpoint; returns the number of steps behind them."""
+    folder = RunFolder.of(run)
+    found = folder.saved()
+    if not found:
+        raise InvalidInput(
+            f"{folder.path} has no checkpoint to load a model from; private.save() writes one"
+        )
+    state = load(found[-1])
+    try:
+        model.load_state_dict(state["model"])
+    except RuntimeError as error:  # its lines say which names or shapes differ
+        line = " ".join(str(error).split())[:300]
+        raise InvalidInput(
+            f"the model is not the one of {folder.path}; build the same modules ({line})"
+        ) from None
+    return int(state["step"])
+
+
+def _bytes_of(state: Mapping[str, Any]) -> bytes:
+    buffer = io.BytesIO()
+    torch.save(dict(state), buffer)
+    return buffer.getvalue()
+
+
+def _remove(path: Path) -> None:
+    """Remove one of our own checkpoint folders; hidden first, so nobody reads half of it."""
+    hidden = path.with_name(f".old-{path.name.lstrip('.')}.{os.getpid()}")
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)

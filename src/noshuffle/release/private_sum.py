@@ -8,7 +8,7 @@ over all its tensors together. The noise is correlated over time so that totals 
 error grows like log n with a tree or a BLT, and like √n with independent noise (Kairouz et al.
 2021; Denisov et al. 2022). Every total is released: look at all of them, whenever you like.
 
-State: the totals, and that of `Release`; a killed stream goes on from its last saved step.
+State: the totals, and that of `Release`; a killed sum goes on at the log's next step.
 
 >>> from noshuffle import Plan, SinglePass
 >>> plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=0.0)
@@ -40,13 +40,11 @@ from noshuffle.errors import InvalidInput, one_of, positive
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
-from noshuffle.release import fingerprint
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.account import Account
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger import Ledger
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
-from noshuffle.statement import PrivacyStatement
 from noshuffle.strategies.error import error
 
 #: The name of a sum that was given none.
@@ -63,8 +61,8 @@ class PrivateSum(OneOwner):
             shapes. None takes it from the first step.
         ids are needed where units may come more than once or be told apart (see `add`).
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
-        on_replay: "refuse" or "skip" a step after the last save whose sum comes out otherwise.
-        run: a folder for ledger, checkpoints and statement; None keeps them in memory.
+        run: a folder for log, checkpoints and statement; None keeps them in memory.
+        fork_of: a run that ends here, and whose cost this one adds to its own.
         source: where noise comes from; keys of the operating system by default.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
 
@@ -79,19 +77,17 @@ class PrivateSum(OneOwner):
         clip: float,
         shape: Sequence[int] | Mapping[str, Sequence[int]] | None = None,
         on_violation: str = "refuse",
-        on_replay: str = "refuse",
         run: RunFolder | str | Path | None = None,
+        fork_of: RunFolder | str | Path | None = None,
         source: Source | None = None,
         device: torch.device | str = "cpu",
         budget: Account | None = None,
     ) -> None:
         positive(clip=clip)
         one_of(("refuse", "drop"), on_violation=on_violation)
-        one_of(("refuse", "skip"), on_replay=on_replay)
-        self.plan, self._clip = plan, float(clip)
-        self._drop, self._skips = on_violation == "drop", on_replay == "skip"
+        self.plan, self._clip, self._drop = plan, float(clip), on_violation == "drop"
         self._begin: dict[str, Any] = {"run": run, "source": source, "device": device}
-        self._begin["budget"] = budget
+        self._begin |= {"fork_of": fork_of, "budget": budget}
         self._device = torch.device(device)
         self._release: Release | None = None
         self._statement: PrivacyStatement | None = None
@@ -109,15 +105,12 @@ class PrivateSum(OneOwner):
 
     def _open(self, shapes: Mapping[str, Sequence[int]]) -> Release:
         shapes = {name: tuple(int(n) for n in own) for name, own in shapes.items()}
-        self._release = release = Release.begin(
-            self.plan, shapes, clip=Flat(self.clip), **self._begin
-        )
+        self._release = release = Release(self.plan, shapes, clip=Flat(self.clip), **self._begin)
         self._totals = {
             name: torch.zeros(own, dtype=torch.float64, device=self._device)
             for name, own in shapes.items()
         }
-        if release.folder is not None and (state := release.saved()) is not None:
-            release.load_state_dict(state)
+        if release.folder is not None and (state := release.restore()) is not None:
             self._totals = {n: state["model"][n].to(self._device) for n in self._totals}
         return release
 
@@ -129,21 +122,22 @@ class PrivateSum(OneOwner):
 
     @property
     def step(self) -> int:
-        """Index of the next step; smaller than `released` while a resumed stream is replayed."""
+        """How many steps were released: the index of the next one."""
         return 0 if self._release is None else self._release.step
-
-    @property
-    def released(self) -> int:
-        return 0 if self._release is None else self._release.released
-
-    @property
-    def ledger(self) -> Ledger:
-        return self.release.ledger
 
     @property
     def total(self) -> Any:
         """The private sum of all steps so far, as it was given (a number, an array, tensors)."""
         return self._given(self._totals)
+
+    def go_on_from(self, total: Any) -> None:
+        """Take up a total that this run released and that was kept elsewhere.
+
+        Whoever writes down every total loses no step to a kill since the last `save`.
+        """
+        own = self._totals[VALUE]
+        taken = torch.as_tensor(total, dtype=own.dtype, device=own.device)
+        self._totals[VALUE] = taken.reshape(own.shape)
 
     @property
     def deviation(self) -> float:
@@ -163,10 +157,10 @@ class PrivateSum(OneOwner):
         """Take the contributions of the next step, one row per unit; the private increment.
 
         A single number is the contribution of one unit.
-        `ids` names the unit of every row; without them the step is its own unit, a weaker check
-        that the statement names. Of a plan with unit="user", rows of one user are added up before
-        they are clipped. An empty step releases noise alone. Returns a number for numbers, an array
-        for arrays, tensors for tensors.
+        `ids` names the unit of every row; without them each row counts as a new unit, and the
+        statement says that participation was not checked. Of a plan with unit="user", rows of one
+        user are added up before they are clipped. An empty step releases noise alone. Returns a
+        number for numbers, an array for arrays, tensors for tensors.
         """
         if self._statement is not None:
             raise InvalidInput("this sum was closed; open its folder again to go on with it")
@@ -175,7 +169,7 @@ class PrivateSum(OneOwner):
             self._is_named = isinstance(contributions, Mapping)
             self._open({name: tuple(own.shape[1:]) for name, own in rows.items()})
         self._kind = kind
-        release, step = self.release, self.step
+        release = self.release
         wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
         found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
         if wanted != found:
@@ -187,37 +181,33 @@ class PrivateSum(OneOwner):
         own = None if ids is None else release.identify(ids, rows=size)
         if own is None and self.plan.unit == "user":
             raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
-        name = b""
-        if own is None:
-            tensors = tuple(rows[key] for key in sorted(rows))
-            name = fingerprint.of_batch(tensors, None, secret=release.secret)
-        admission = release.admit(step, own, name, drop=self._drop)
-        keep = torch.full((size,), not admission.is_empty, device="cpu")
-        if admission.keep is not None and not admission.is_empty:
-            keep = torch.from_numpy(admission.keep)
+        ticket = release.admit(own, drop=self._drop)
+        keep = None if ticket.keep is None else torch.from_numpy(ticket.keep)
         groups = own if self.plan.unit == "user" else None
         values = self._clipped(rows, keep, groups)
-        if not release.commit(admission, release.digest(values)):
-            if not self._skips:
-                raise release.refusal(step)
-            release.skip()
-            return self._given({key: torch.zeros_like(v) for key, v in values.items()})
-        release.add_noise_(values)
+        release.close(ticket, values)
         for key, value in values.items():
             self._totals[key] += value
+        release.finish(ticket)
+        release.flush()
         return self._given(values)
 
-    def _clipped(self, rows: dict[str, Tensor], keep: Tensor, groups: Any) -> dict[str, Tensor]:
+    def _clipped(
+        self, rows: dict[str, Tensor], keep: Tensor | None, groups: Any
+    ) -> dict[str, Tensor]:
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
         flat = torch.cat(
             [
-                rows[name].to(self._device, torch.float64).reshape(len(keep), own.numel())
+                rows[name].to(self._device, torch.float64).reshape(len(rows[name]), own.numel())
                 for name, own in self._totals.items()  # a mapping may come in another order
             ],
             dim=1,
-        )[keep.to(self._device)]
+        )
+        if keep is not None:
+            flat = flat[keep.to(self._device)]
+            groups = None if groups is None else groups[keep.numpy()]
         if groups is not None and len(flat):
-            _, whose = np.unique(groups[keep.numpy()], return_inverse=True)
+            _, whose = np.unique(groups, return_inverse=True)
             index = torch.from_numpy(whose).to(self._device)
             flat = flat.new_zeros(int(index.max()) + 1, flat.shape[1]).index_add_(0, index, flat)
         sizes = [own.numel() for own in self._totals.values()]
@@ -254,28 +244,29 @@ class PrivateSum(OneOwner):
     @property
     def epsilon(self) -> float:
         """ε so far; `statement()` says what it means."""
-        return self.release.epsilon_after(self.released)
+        return self.release.epsilon_after(self.step)
 
     @in_turn
     def save(self) -> Path:
         """Write a checkpoint and the statement into the run folder."""
-        return self.release.save({**self.release.state_dict(), "model": dict(self._totals)})
+        return self.release.save({"model": dict(self._totals)})
 
     @in_turn
     def skip(self) -> None:
-        """Pass over the next step, which was released before and cannot be repeated."""
-        self.release.skip()
+        """Pass over the next step: it is charged, and releases nothing."""
+        self.release.pass_over()
 
     @in_turn
-    def close(self, *, keep_keys: bool = False) -> None:
-        """Save, bring the evidence up to date, let go of it; a finished stream is sealed."""
+    def close(self) -> None:
+        """Save, bring the evidence up to date, let go of it; a finished run ends."""
         if self._statement is not None:
             return
-        if self.release.folder is not None:
-            self.save()
-        self.release.settle_budget()
+        try:
+            if self.release.folder is not None:
+                self.save()
+        finally:  # a sum that failed within a step cannot be saved, and lets go of its folder
+            self.release.close_run()
         self._statement = self.release.statement()
-        self.release.close_run(keep_keys=keep_keys)
 
 
 def clipped_rows(rows: Tensor, clip: float) -> Tensor:

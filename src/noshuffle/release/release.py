@@ -1,33 +1,42 @@
-"""Release: the one way out for a noisy number. It owns keys, noise, guard, ledger and clip bound.
+"""Release: the one way out for a noisy number. It owns the secret, the noise and the log of a run.
 
-    admit    the units of a step, against the plan and all earlier steps           (guard, ledger)
-    sum      whoever drives this makes the clipped sum, however fast he can
-    commit   the row of the step is on the disk, with a keyed digest of the sum    (ledger)
-    noise    add row t of z·ζ·C⁻¹Z on the grid, divide by the planned constant     (noise)
+    admit    the units of a step, against the plan and all earlier steps; its row  → a Ticket
+    …        whoever drives this makes the clipped sum, however he likes
+    close    add row t of z·ζ·C⁻¹Z on the grid, divide by the planned constant
+    finish   the step is over (after the optimizer's update); the run may be saved
 
-A driver never sees a key, never draws, and never writes a row. A step that was released before is
-released again only if its sum has the same digest; otherwise it is passed over (`skip`): its noise
-is drawn and thrown away, nothing is published, its charge stays. A digest may follow its row
-(`Later`); a step whose digest never reached the disk is not repeated, only passed over.
+A row comes before its sum and says nothing about it; the noise of a step is used once, by its
+ticket. A row whose process died has no sum: it is passed over (its noise is drawn and thrown away)
+and stays charged. Whatever goes wrong between admit and finish ends this object: the run is opened
+again from its folder.
 
-State: that of the run (`run_state`), and the step whose noise may be used.
+    begin    secret → plan.json → header and first start on the disk → statement
+    go on    same plan and header → one walk over the log → a start with a fresh nonce → `restore`
+    fork     the old run ends; a new one, with a secret of its own, states μ² = μ_old² + μ_new²
+    end      a row, then everything secret is removed
 
->>> import torch
->>> from noshuffle import Plan, SinglePass
+State: log, guard, noise stream, threshold, and the ticket of the step in the making.
+
+>>> from noshuffle.participation import SinglePass
 >>> plan = Plan.fit(SinglePass(steps=3), mechanism="tree", noise_multiplier=0.0)
->>> release = Release.begin(plan, {"w": (2,)}, clip=Flat(1.0), divisor=4)
->>> admission = release.admit(0, release.identify([7, 8]))
+>>> release = Release(plan, {"w": (2,)}, clip=1.0, divisor=4)
+>>> ticket = release.admit(release.identify([7, 8]))
 >>> total = {"w": torch.tensor([0.6, 0.8])}
->>> release.close(admission, total)
->>> total["w"], release.released
+>>> release.close(ticket, total)
+>>> release.finish(ticket)
+>>> total["w"], release.step
 (tensor([0.1500, 0.2000]), 1)
 """
 
 from __future__ import annotations
 
 import hashlib
-import hmac
-from collections.abc import Callable, Mapping, Sequence
+import json
+import secrets
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -36,34 +45,73 @@ from torch import Tensor
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import QuantileClip
-from noshuffle.errors import InvalidInput, NoshuffleError, ReplayRefused, positive
-from noshuffle.noise import Source
+from noshuffle.errors import (
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    ReuseRefused,
+    instance_of,
+    positive,
+)
+from noshuffle.noise import NoiseStream, Source
+from noshuffle.noise.step_plan import StepPlans, rows_used
+from noshuffle.noise.stream import VERSION
+from noshuffle.participation import Mask
 from noshuffle.plan import Plan
-from noshuffle.release import account, digest, tags
-from noshuffle.release.ledger import Admission
-from noshuffle.release.opening import Run, open_run
-from noshuffle.release.run_state import RunState
-from noshuffle.release.unit_ids import Ids, ids_and_kind
-from noshuffle.triton_shim import is_capturing
+from noshuffle.release.account import Account, Charge, check_budget
+from noshuffle.release.files import make_folder, sync, write_bytes, write_json
+from noshuffle.release.folder import RunFolder, digests, load, step_of
+from noshuffle.release.history import FORMAT, History
+from noshuffle.release.keys import Keys
+from noshuffle.release.open_run import OpenRun, Run, ended, today
+from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.spending import ADAPTIVE_CLIP, NO_IDS, Ancestor, spent
+from noshuffle.release.threshold import Threshold, threshold_for
+from noshuffle.release.units import Ids, ids_and_kind
+from noshuffle.version import __version__
 
-#: A digest that is there, or one to wait for.
-Later = bytes | Callable[[], bytes]
 
+@dataclass(eq=False)
+class Ticket:
+    """Leave to use the noise of one step, once.
 
-class Release(RunState):
-    """The door of one run. Build it with `begin`.
-
-    Guarantees: what leaves by `close` is (sum + noise of step t) / divisor for units that the plan
-    admits, each clipped to the bound that the ledger names; its row is durable before its noise is
-    used; the same noise never lies under two different sums, whatever is repeated, copied, rolled
-    back or killed. If anything fails before the row is written, nothing was released; if something
-    fails after it, the noise stream refuses to go on and the run continues from its last
-    checkpoint.
+    `keep` is one truth value per row of the newest part (None: all of them are admitted).
     """
 
-    @classmethod
-    def begin(
-        cls,
+    step: int
+    units: Ids
+    keep: Mask | None = None
+    is_used: bool = False
+    #: Of a secret draw, the units that did not come yet.
+    missing: set[int] = field(default_factory=set, repr=False)
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing of the newest part may be used."""
+        return self.keep is not None and not self.keep.any()
+
+
+class Release(OpenRun):
+    """The releases of one run.
+
+    Arguments:
+        shapes: what is summed, by name.
+        clip: the bound on one unit's contribution to one step.
+        divisor: the planned constant that every noisy sum is divided by.
+        run: a folder for the evidence; None keeps everything in memory.
+        fork_of: a run that ends here, and whose cost this one adds to its own.
+        source: where noise comes from; a secret of the operating system by default.
+        facts: further facts that the log is to hold; a different value later is refused.
+        budget: what all runs on the same data draw on (`noshuffle.Budget`).
+
+    Guarantees: what leaves by `close` is (sum + noise of step t) / divisor for units that the plan
+    admits; the row of the step is written before its noise is used, and no other sum ever gets this
+    noise, whatever is copied, rolled back, run twice or killed. What `save` writes, and what
+    `flush` returned before, no power cut takes from the log.
+    """
+
+    def __init__(
+        self,
         plan: Plan,
         shapes: Mapping[str, Sequence[int]],
         *,
@@ -71,245 +119,451 @@ class Release(RunState):
         divisor: float = 1,
         device: torch.device | str = "cpu",
         run: Run = None,
+        fork_of: Run = None,
         source: Source | None = None,
         facts: Mapping[str, str] | None = None,
-        budget: account.Account | None = None,
-    ) -> Release:
-        """Begin a run, or come back to the one in the folder `run`.
-
-        Arguments:
-            shapes: what is summed, by name.
-            clip: the bound on one unit's contribution to one step.
-            divisor: the planned constant that every noisy sum is divided by.
-            source: where noise comes from; keys of the operating system by default.
-            facts: further facts that the ledger is to hold; a different value later is refused.
-            budget: what all runs on the same data draw on (`noshuffle.Budget`).
-        """
+        budget: Account | None = None,
+    ) -> None:
         positive(divisor=divisor)
+        if budget is not None:
+            check_budget(budget)
+        if source is not None:
+            instance_of(Source, **{"source (leave it out for a fresh secret)": source})
         # A checkpoint with numbers of NumPy could not be loaded again (torch, weights_only).
-        divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
-        place = torch.device(device)
-        bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
-        opened = open_run(plan, run=run, source=source, device=place, budget=budget)
+        self.divisor = divisor.item() if isinstance(divisor, np.generic) else divisor
+        self.plan, self.folder = plan, None if run is None else RunFolder.of(run)
+        self._shapes = {name: tuple(shape) for name, shape in shapes.items()}
+        self._device, self.history = torch.device(device), History(plan)
+        self.guard = self.history.guard
+        self._sampler: Sampler | None = None
+        self.charge: Charge | None = None
+        self._ticket: Ticket | None = None
+        made = [] if self.folder is None else self.folder.missing()
+        self.log = self.open_log()
+        is_new = not self.log.rows
         try:
-            return cls(plan, opened, shapes, clip=bound, divisor=divisor, device=place, facts=facts)
+            bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
+            self._open(bound, source, fork_of, dict(facts or {}), budget)
         except BaseException as error:
-            opened.give_up(plan, is_refused=isinstance(error, NoshuffleError))
+            self.log.close()
+            if is_new and isinstance(error, NoshuffleError) and self.folder is not None:
+                self.folder.withdraw(made)
             raise
+        self._made = made if is_new else None
 
-    def seed(self, step: int, part: int = 0) -> int:
-        """For the random layers of a model in one part of a step: the same in every replay."""
-        data = f"{self._rng_seed} {step} {part}"
-        made = hashlib.blake2b(data.encode(), key=self.mask_key(step), digest_size=7)
-        return int.from_bytes(made.digest(), "little")
+    # -- begin, go on, fork --------------------------------------------------------------------
 
-    def mask_key(self, step: int) -> bytes:
-        """What masks and copies are drawn by; empty in runs of before that drew by a public seed.
+    def _open(
+        self,
+        clip: Clip | QuantileClip,
+        source: Source | None,
+        fork_of: Run,
+        facts: dict[str, str],
+        budget: Account | None,
+    ) -> None:
+        folder, plan = self.folder, self.plan
+        is_new = not self.log.rows
+        if is_new:
+            keys = Keys.new(source)
+            kind = (source or Source(bytes(32))).on(self._device).kind
+        else:
+            keys, kind = self.known_keys(source), str(self.history.header["generator"])
+        self.threshold: Threshold = threshold_for(clip, plan)
+        self.threshold.settle(tuple(self._shapes))
+        scale = self.threshold.noise_scale(plan, tuple(self._shapes))
+        header = {
+            "format": FORMAT,
+            "plan": plan.hash,
+            "clip": repr(clip),
+            "divisor": str(self.divisor),
+            "noise_scale": repr(float(scale)),
+            "adaptive_clip": "yes" if isinstance(clip, QuantileClip) else "no",
+            "noise": str(VERSION),
+            "generator": kind,
+            "sums": _names_of_sums(self._shapes),
+            "test_key": "yes" if keys.is_test else "no",
+            **facts,
+        }
+        if is_new:
+            ancestors = [] if fork_of is None else ended(RunFolder.of(fork_of), plan)
+            if folder is not None:
+                write_json(folder.secret_file, keys.to_dict(), mode=0o600)
+                write_bytes(folder.plan_file, plan.to_json().encode())
+            self.log.append(
+                "run",
+                **header,
+                version=__version__,
+                torch=torch.__version__,
+                key="" if source is None else source.fingerprint,
+                budget_name="" if budget is None else budget.name,
+                order_seed=secrets.randbits(63) if source is None else _public_seed(source),
+                ancestors=[one.to_dict() for one in ancestors],
+            )
+        else:
+            if fork_of is not None:
+                raise InvalidInput(f"fork_of= begins a new run, and {folder} holds one already")
+            self.check_header(header)
+        self.ancestors: tuple[Ancestor, ...] = self.history.ancestors()
+        recipe = plan.strategy.recipe(plan.steps)
+        row = rows_used(StepPlans.of(recipe), self.guard.steps)
+        start = {"step": self.guard.steps, "row": row, "nonce": secrets.token_hex(16)}
+        self.log.append("start", **start, day=today())
+        self.log.flush()
+        for own in self.history.of("start"):
+            keys = keys.started(step=own["step"], row=own["row"], nonce=own["nonce"])
+        self._keys = self.threshold.keys = keys
+        self.noise = NoiseStream(
+            recipe,
+            keys.source(kind),
+            self._shapes,
+            scale=scale,
+            steps=plan.steps,
+            device=self._device,
+        )
+        self.reserve(budget)
+        self._kind_of_ids = self._new_kind = self.fact("ids") or ""
+        #: Whether the next step may begin as far as `restore` goes.
+        self.is_restored = not self.guard.steps
+        if folder is not None:
+            sync(folder.path)
+            self.write_statement()
 
-        Of the life of the step, as its batch: two that go on from one folder share no draw.
-        """
-        if self._rng_seed != "secret":
-            return b""
-        newest = self._ring.lives[-1]  # as `of_step` would find it, without a call in every step
-        return newest.sampling if newest.step <= step else self._ring.sampling_key(step)
+    # -- facts ---------------------------------------------------------------------------------
 
-    def identify(self, ids: Any, *, rows: int | None = None, is_question: bool = False) -> Ids:
+    def sampler(self, population: int | None = None) -> Sampler:
+        """The secret sampler of a sampled plan, from the current step on."""
+        made = make_sampler(self.plan.participation, key=self._keys.draw_key, population=population)
+        self.bind("population", str(getattr(made, "population", "")))
+        made.start = self.step
+        self._sampler = made
+        return made
+
+    @property
+    def drawn(self) -> Sampler:
+        """The sampler that was made last."""
+        if self._sampler is None:
+            raise ParticipationViolation(
+                "a sampled plan takes its batches from our sampler; make one with "
+                "sampler(population)"
+            )
+        return self._sampler
+
+    # -- a step --------------------------------------------------------------------------------
+
+    def identify(self, ids: Any, *, rows: int | None = None) -> Ids:
         """Unit ids as numbers, one for each of `rows`, where that is given.
 
-        A run takes integers in every step, or names in every step; of which kind, its first step
-        says, and no question that was asked before (`is_question`).
+        A run takes integers in every step, or names in every step.
         """
         if rows is not None and isinstance(ids, set | frozenset):
             raise InvalidInput("ids must be in the order of the examples, and a set has none")
-        # what is refused leaves nothing on record
-        found, kind = ids_and_kind(ids, secret=self.id_secret)
+        found, kind = ids_and_kind(ids, secret=self.secret)
         if rows not in (None, len(found)):
             raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
-        self._know_by(kind, is_question=is_question)
+        known = self._kind_of_ids
+        if kind and known not in ("", NO_IDS, kind):
+            raise InvalidInput(
+                f"this run told its units apart by {known}, and now {kind} came; 5 and '5' would "
+                "count as two units, so give the same kind in every step"
+            )
+        self._new_kind = kind or self._new_kind
         return found
 
-    def _know_by(self, kind: str, *, is_question: bool = False) -> None:
-        """Units are told apart by ids of this kind, and of no other from here on."""
-        if kind and kind != self._kind_of_ids:
-            if self._kind_of_ids:
-                raise InvalidInput(
-                    f"this run told its units apart by {self._kind_of_ids}, and now {kind} came; "
-                    "5 and '5' would count as two units, so give the same kind in every step"
-                )
-            if not is_question:
-                self.ledger.bind("ids", kind)
-                self._kind_of_ids = kind
-
-    def admit(
-        self,
-        step: int,
-        ids: Ids | None,
-        batch: bytes = b"",
-        *,
-        drop: bool = False,
-        is_partial: bool = False,
-    ) -> Admission:
-        """Leave to sum these units, before anything of them is computed; see `Ledger.admit`."""
-        return self.ledger.admit(step, ids, batch, drop=drop, is_partial=is_partial)
-
-    def digest(self, values: Mapping[str, Tensor], also: Sequence[Tensor] = ()) -> Later:
-        """The keyed digest of a clipped sum: at once in ordinary memory, later on a device.
-
-        `also`: what else the noise of the step goes onto (a count). A clip norm that moves goes in
-        too: the noise is a multiple of it.
-        """
-        group = [*(values[name] for name in sorted(values)), *also]
-        if self.threshold.is_adaptive:
-            norm = self.threshold.clip.bound(tuple(self._shapes))
-            group.append(torch.tensor([norm], dtype=torch.float64, device=self._device))
-        # Two types of two bytes give one row of bits two meanings; wider ones differ in size.
-        narrow = " ".join(str(own.dtype) for own in group if own.element_size() < 4).encode()
-        if not group or group[0].device.type == "cpu":
-            return self.finished(tags.of_group(group, self.secret) + narrow)
-        found = digest.begin_group(group, self.secret)
-        return lambda: self.finished(found() + narrow)
-
-    def finished(self, raw: bytes) -> bytes:
-        """What the ledger holds of a digest: nobody without the secret learns anything from it."""
-        return hmac.digest(self.secret, b"ns-sum" + raw, "sha256")[:16]
-
-    def commit(self, admission: Admission, of_sum: Later) -> bool:
-        """Write the row of a step, or compare a repeated one with its row; then use the noise.
-
-        Returns False where a repeated sum differs from the released one: it must be passed over.
-
-        Guarantees: when this returns True, the row is durable, and the noise of the step lies
-        under this sum and no other.
-        """
-        self._check_turn(admission)
-        if admission.is_replay:
-            released = self.ledger.digest(admission.step)
-            found = of_sum if isinstance(of_sum, bytes) else of_sum()
-            if not released or not hmac.compare_digest(released, found):
-                return False
-            self.ledger.note("replay", step=admission.step)
-        elif isinstance(of_sum, bytes):
-            self.ledger.record(admission, of_sum)
-        else:
-            self.ledger.record(admission)
-            self.ledger.expect_digest(admission.step, of_sum)
-        self._leave = admission.step
-        return True
-
-    def open(self, admission: Admission) -> None:
-        """Write the row of a step whose sum does not exist yet (a federated round); see `close`."""
-        is_late = self.folder is None and admission.step < self.step  # noise was used without it
-        if not is_late:
-            self._check_turn(admission)
-        self.ledger.record(admission)
-        self._leave = -1 if is_late else admission.step
-
-    def _check_turn(self, admission: Admission) -> None:
-        """Leave for one step must not use the noise of another, which lies under another sum."""
-        if not admission.is_replay and self.noise.step < self._fresh:
-            raise ReplayRefused(
-                f"the noise of step {self.step} was used before this run was put back, without a "
-                "row that says for which sum; begin a new run"
+    def check_ready(self) -> None:
+        """Raise unless the next step may begin."""
+        self.check_owner()
+        if self._ticket is not None:
+            raise NoshuffleError(
+                f"step {self._ticket.step} failed half-way, and this run object ended with it; "
+                "open the run again from its folder, or begin a new one"
             )
-        if admission.step != self.noise.step:
+        if not self.is_restored:
             raise InvalidInput(
-                f"leave was given for step {admission.step}, and the noise is that of step "
-                f"{self.step}; ask for leave once a step: admit(release.step, ids)"
+                f"{self.step} steps of this run were released before; load its newest checkpoint "
+                "first (resume)"
             )
+        if self.threshold.settled is not None:
+            self.threshold.check_settled()
+
+    def admit(self, ids: Ids | None, *, drop: bool = False, is_partial: bool = False) -> Ticket:
+        """Leave to release the next step from these units; its row is written when this returns.
+
+        `ids=None`: nobody names the units, and each row counts as a new one. `drop`: see
+        `Guard.take`. `is_partial`: further parts of the batch come by `add_part`.
+
+        Guarantees: a batch that is refused writes no row and leaves the run as it was.
+        """
+        self.check_ready()
+        step = self.step
+        kind = NO_IDS if ids is None else (self._new_kind or self._kind_of_ids)
+        if self._kind_of_ids and (kind == NO_IDS) != (self._kind_of_ids == NO_IDS):
+            raise InvalidInput(
+                "units must be named in every step of a run, or in none; give ids= in every step"
+            )
+        missing: set[int] = set()
+        if self.plan.participation.is_sampled and step < self.plan.steps:
+            ids, missing = self._check_draw(step, ids, is_partial=is_partial)
+        admitted = self.guard.take(ids, drop=drop)
+        ticket = self._ticket = Ticket(step, *admitted, missing=missing)
+        if kind and kind != self._kind_of_ids:
+            self.log.append("fact", name="ids", value=kind)
+            self._kind_of_ids = kind
+        self._write("step", ticket, None if ids is None else admitted.units)
+        return ticket
+
+    def add_part(self, ticket: Ticket, ids: Ids | None, *, drop: bool = False) -> None:
+        """A further part of the batch of a step, before its sum; a unit in two parts is refused."""
+        self._check_ticket(ticket)
+        if (ids is None) != (self._kind_of_ids == NO_IDS):
+            raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
+        if self.plan.participation.is_sampled:
+            assert ids is not None
+            ids = _take_drawn(ticket, ids)
+        ticket.units, ticket.keep = self.guard.take(ids, drop=drop, is_part=True)
+        self._write("part", ticket, None if ids is None else ticket.units)
+
+    def _write(self, kind: str, ticket: Ticket, units: Ids | None) -> None:
+        if self.folder is None:
+            return  # nobody reads it
+        body: dict[str, Any] = {"step": ticket.step}
+        if units is not None and not self.plan.participation.is_sampled:
+            body["units"] = self.history.lists.encode(ticket.step, units)
+        self.log.append(kind, **body)
+
+    def _check_draw(self, step: int, ids: Ids | None, *, is_partial: bool) -> tuple[Ids, set[int]]:
+        """A sampled step must hold exactly the units that our sampler drew."""
+        drawn = self.drawn.handed_out(step)
+        if ids is None:
+            raise ParticipationViolation(
+                f"step {step} has no ids, and a sampled plan must know that our sampler drew the "
+                "batch; pass ids= the indices that private.sampler gave"
+            )
+        ids = np.unique(ids) if self.plan.unit == "user" else np.sort(ids)
+        if is_partial:
+            part = Ticket(step, ids, missing=set(drawn.tolist()))
+            return _take_drawn(part, ids), part.missing
+        if not np.array_equal(ids, drawn):
+            raise ParticipationViolation(
+                f"the batch of step {step} ({len(ids)} units) is not the one that the secret "
+                f"sampler drew ({len(drawn)} units); take the batches from private.sampler, in "
+                "order"
+            )
+        return ids, set()
+
+    def _check_ticket(self, ticket: Ticket) -> None:
+        self.check_owner()
+        if ticket is not self._ticket or ticket.is_used:
+            raise ReuseRefused("the noise of a step is used once; admit the next step")
+
+    def use(self, ticket: Ticket) -> None:
+        """The noise of this step is about to be used, by `close` or by a captured graph.
+
+        Guarantees: raises unless the row of the step was written by this process, and the second
+        time.
+        """
+        self._check_ticket(ticket)
+        if ticket.missing:
+            raise ParticipationViolation(
+                f"{len(ticket.missing)} units of the secret draw of step {ticket.step} did not "
+                "come; a sampled batch must hold all of them"
+            )
+        if self.noise.step != ticket.step:
+            raise NoshuffleError(f"the noise stands at step {self.noise.step}, not {ticket.step}")
+        self.log.keep_up()
+        ticket.is_used = True
 
     def close(
-        self,
-        admission: Admission,
-        values: dict[str, Tensor],
-        *,
-        also: Sequence[Tensor] = (),
-        is_open: bool = False,
+        self, ticket: Ticket, values: dict[str, Tensor], *, sums: Sequence[ClippedSum] = ()
     ) -> None:
-        """From the clipped sum to the private mean, in place: digest, row, noise, division.
+        """From the clipped sum to the private mean, in place: noise and division.
 
-        `also`: see `digest`. `is_open`: the row was written by `open`; the digest follows it.
-
-        Guarantees: raises `ReplayRefused`, with the sum as it was, where a repeated step does not
-        have the released sum.
+        A clip norm that moves keeps the noise in its own units: sum/ζ + noise, then times ζ; it
+        then follows the norms in `sums`.
         """
-        of_sum = self.digest(values, also)
-        if is_open:
-            self._check_turn(admission)
-            self._check_leave()
-            self.ledger.expect_digest(admission.step, of_sum)
-        elif not self.commit(admission, of_sum):
-            raise self.refusal(admission.step)
-        self.add_noise_(values)
-
-    def add_noise_(self, values: dict[str, Tensor]) -> None:
-        """The noise of a committed step, and the division. A clip norm that moves keeps the noise
-        in its own units: sum/ζ + noise, then times ζ.
-
-        Guarantees: raises where the row of this step was not written, or its noise was used. (A
-        run in memory, which nobody else can repeat, may do without rows until it is put back.)
-        """
-        # A graph that is captured adds and counts nothing.
-        if not is_capturing(self._device):
-            self._check_leave()
-            self._leave = -1
+        self.use(ticket)
         norm = 1.0
         if self.threshold.is_adaptive:
             norm = self.threshold.clip.bound(tuple(values))
             for value in values.values():
                 value.mul_(1.0 / norm)
         self.noise.add_(values, times=norm / self.divisor)
-
-    def _check_leave(self) -> None:
-        step = self.noise.step
-        is_new = self.folder is None and step >= max(self._fresh, self.ledger.released)
-        if self._leave != step and not is_new:
-            raise InvalidInput(
-                f"the row of step {step} is not written by this process, so its noise may not "
-                "be used; commit (or open) a step first, once for each use of noise"
-            )
-
-    def counted(self, sums: list[ClippedSum]) -> list[Tensor]:
-        """What is counted of the norms of a step, for its digest."""
-        if not self.threshold.is_adaptive:
-            return []
-        counts = self.threshold.count(sums)
-        return [torch.tensor(counts, dtype=torch.float64, device=self._device)]
-
-    def learn(self, sums: list[ClippedSum], *, step: int) -> None:
-        """Take in the noisy counts of a step: a moving clip norm follows them."""
         if self.threshold.is_adaptive:
-            self.threshold.learn(sums, step=step)
+            self.threshold.learn(list(sums), step=ticket.step)
 
-    def refusal(self, step: int) -> ReplayRefused:
-        """Why a released step cannot be repeated."""
-        why = "the digest of its sum did not reach the disk before the process ended"
-        if self.ledger.digest(step):
-            why = "its sum now differs from the one on record"
-        return ReplayRefused(
-            f"step {step} is on record as released, and {why}; the same noise under another sum "
-            "would cancel in the difference; give it exactly what it had (data, order, model, "
-            "loss), or pass it over: on_replay='skip', or private.skip()"
-        )
+    def finish(self, ticket: Ticket) -> None:
+        """The step is over, and what came of it is whole."""
+        if ticket is not self._ticket or not ticket.is_used:
+            raise ReuseRefused("finish ends the step that was closed last")
+        self._ticket = None
 
-    def skip(self) -> int:
-        """Pass over the next step, which the ledger holds already; returns its number.
+    def pass_over(self, ticket: Ticket | None = None) -> int:
+        """Give up a step: nothing is published, its noise is thrown away, its charge stays.
 
-        Guarantees: its noise is drawn as it would have been (later rows depend on it) and thrown
-        away; nothing is published; the charge stays.
+        That of `ticket`, which was not closed; by default the next one, without units. Returns
+        its number.
         """
-        step = self.step
-        if step >= self.released:
-            raise InvalidInput(f"step {step} was not released, so there is nothing to pass over")
-        self.ledger.note("skip", step=step)
-        self.noise.add_({n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()})
-        return step
+        if ticket is None:
+            self.check_ready()
+            named = self._kind_of_ids != NO_IDS and not self.plan.participation.is_sampled
+            admitted = self.guard.take(np.empty(0, dtype=np.int64) if named else None)
+            ticket = self._ticket = Ticket(self.step - 1, *admitted)
+            self._write("step", ticket, admitted.units if named else None)
+        self._check_ticket(ticket)
+        self._discard_noise(ticket.step + 1)
+        self._ticket = None
+        return ticket.step
 
-    def check_in_step(self, index: int) -> None:
-        """Raise if noise and steps, or the clip norms and those of the noise, have come apart."""
-        if self.threshold.settled is not None:
-            self.threshold.check_settled()
-        if self.noise.step != index:
-            raise NoshuffleError(
-                f"step {index - 1 if self.noise.step < index else index} failed half-way and its "
-                "noise is out of step; go on from the last checkpoint (private.resume)"
+    def _discard_noise(self, until: int) -> None:
+        """Draw the noise of steps without a sum as it would have been: later rows depend on it."""
+        while self.noise.step < until:
+            self.noise.add_(
+                {n: torch.zeros(s, device=self._device) for n, s in self._shapes.items()}
             )
+
+    # -- what is kept --------------------------------------------------------------------------
+
+    def epsilon_after(self, steps: int) -> float:
+        """ε of the first `steps` steps of this run, and of the runs it was forked from."""
+        if not self.ancestors and not self.threshold.is_adaptive:
+            return self.plan.epsilon_after(steps)
+        notes = (ADAPTIVE_CLIP,) if self.threshold.is_adaptive else ()
+        return spent(self.plan, steps, ancestors=self.ancestors, notes=notes).epsilon
+
+    def save(self, state: Mapping[str, Any], *, secret: Mapping[str, Any] | None = None) -> Path:
+        """Write a checkpoint of the last whole step, and bring the statement up to date.
+
+        `state` has the "model" by names; `secret` is for the owner alone, and goes when the run
+        ends.
+        """
+        self.check_ready()
+        folder, at = self.need_folder(), self.log.head
+        self.log.flush()
+
+        def note(files: Mapping[str, str]) -> None:
+            self.log.append("checkpoint", step=self.step, at=at, files=dict(files))
+            self.log.flush()
+
+        public = {**state, "step": self.step, "at": at, "threshold": self.threshold.state_dict()}
+        hidden = {**(secret or {}), "at": at, "noise": self.noise.state_dict()}
+        path = folder.save(public, secret=hidden, note=note)
+        self.write_statement()
+        return path
+
+    def restore(self) -> dict[str, Any] | None:
+        """The newest checkpoint (None without one); then the run goes on at the log's next step.
+
+        Steps behind the checkpoint have no sum any more: they are passed over.
+
+        Guarantees: raises where the checkpoint is not one that this log names: another branch's, or
+        one that was changed.
+        """
+        self.check_owner()
+        found, state = self.need_folder().saved(), None
+        if found:
+            path, row = found[-1], self._row_of(found[-1])
+            state = load(path, with_secret=True)
+            if row is None or state["secret"].get("at") != row["at"]:
+                raise InvalidInput(
+                    f"{path} is not what this run saved there; bring it back, or remove it to go "
+                    "on from the checkpoint before"
+                )
+            if step_of(path):
+                self.noise.load_state_dict(state["secret"]["noise"])
+                self.threshold.load_state_dict(state["threshold"])
+        self._discard_noise(self.step)
+        self.is_restored = True
+        if self._sampler is not None:
+            self._sampler.start = self.step
+        return state
+
+    def _row_of(self, path: Path) -> dict[str, Any] | None:
+        """The row of a checkpoint, if its files are those that were noted."""
+        files, step = digests(path), step_of(path)
+        rows = reversed(self.history.of("checkpoint"))
+        return next((row for row in rows if row["step"] == step and row["files"] == files), None)
+
+    def keep_in(self, run: Run, steps: Sequence[Ids | None]) -> None:
+        """Go on in a new folder with a run in memory, whose steps so far held these units.
+
+        Guarantees: where it raises, the run goes on in memory, and nothing is left of the folder.
+        """
+        if run is None or self.folder is not None:
+            raise InvalidInput("keep_in takes a run in memory and a folder for it")
+        folder, before = RunFolder.of(run), vars(self).copy()
+        folder.refuse_strangers()
+        made = folder.missing()
+        try:
+            make_folder(folder.path)
+            write_json(folder.secret_file, self._keys.to_dict(), mode=0o600)
+            write_bytes(folder.plan_file, self.plan.to_json().encode())
+            self.folder, self.history = folder, History(self.plan)
+            self.log, self.guard = self.history.open_log(folder), self.history.guard
+            is_named = all(units is not None for units in steps)
+            for row in before["log"].rows:
+                if not (is_named and row.get("name") == "ids" and row["value"] == NO_IDS):
+                    self.log.append(**row)
+            self._kind_of_ids = self.fact("ids") or ""
+            for step, units in enumerate(steps):
+                admitted = self.guard.take(units)
+                ticket = Ticket(step, *admitted)
+                self._write("step", ticket, None if units is None else admitted.units)
+            self.write_statement()
+        except BaseException:
+            if self.log is not before["log"]:
+                with suppress(NoshuffleError):  # a full disk
+                    self.log.close()
+            vars(self).update(before)
+            folder.withdraw(made)
+            raise
+
+    # -- the end -------------------------------------------------------------------------------
+
+    def close_run(self, *, may_end: bool = True) -> None:
+        """Bring the evidence up to date and let go of it; a finished run ends (see `end`).
+
+        `may_end=False` keeps the secret of a finished run, whose caller goes back to older states.
+        """
+        self.check_owner()
+        if self.log.is_closed:
+            return
+        try:
+            row = self.log.append("close", steps=self.step, day=today())
+            self.settle(row.get("link", ""))
+            if may_end and self._ticket is None and self.step == self.plan.steps:
+                self.end()
+            else:
+                self.write_statement()
+        finally:
+            self.log.close()
+
+    def withdraw(self) -> None:
+        """Take back a run that was begun by this object and is refused before its first step."""
+        if not self.step and self._made is not None:
+            self.settle("")
+            self.log.close()
+            if self.folder is not None:
+                self.folder.withdraw(self._made)
+
+
+def _take_drawn(ticket: Ticket, ids: Ids) -> Ids:
+    """The units of a part of a secret draw; raises where one was not drawn, or came before."""
+    units = np.unique(ids)
+    wrong = set(units.tolist()) - ticket.missing
+    if wrong or len(units) < len(ids):
+        raise ParticipationViolation(
+            f"a part of step {ticket.step} holds units that the secret sampler did not draw, or "
+            "that came before; take the batches from private.sampler, in order"
+        )
+    ticket.missing -= set(units.tolist())
+    return units
+
+
+def _names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:
+    """Names and shapes of the sums, which the noise depends on (their hash, if they are many)."""
+    names = json.dumps({name: list(shapes[name]) for name in sorted(shapes)})
+    return names if len(names) <= 200 else hashlib.sha256(names.encode()).hexdigest()
+
+
+def _public_seed(source: Source) -> int:
+    """The order of a test run is the same in every process, as its noise is."""
+    return secrets.randbits(63) if not source.is_test else int(source.fingerprint[:15], 16)

@@ -1,8 +1,8 @@
-"""The signature of a sealed run: who says that ledger, plan and files are the ones they made.
+"""The signature of a run that has ended: who says that log, plan and files are those they made.
 
 A hash chain shows that single rows were changed, not that all of it was made anew. For that there
-is a signature by an ordinary Ed25519 key over the newest link, the plan and the digests of all
-files (RFC 8032, from the `cryptography` package). State: none.
+is a signature by an ordinary Ed25519 key over the newest link, the plan and the digests of the
+files beside them (RFC 8032, from the `cryptography` package). State: none.
 """
 
 from __future__ import annotations
@@ -13,23 +13,28 @@ from typing import Any
 
 from noshuffle.errors import InvalidInput
 from noshuffle.plan import Plan
-from noshuffle.release.files import read_json, write_json
+from noshuffle.release.files import file_digest, read_json, write_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger import Ledger
 
 
 def _signed_text(plan: Plan, record: dict[str, Any]) -> bytes:
     """What a signature is of."""
-    told = {name: record[name] for name in ("ledger_rows", "ledger_link", "files")}
+    told = {name: record[name] for name in ("log_link", "files")}
     return json.dumps({"plan": plan.hash, **told}, sort_keys=True, separators=(",", ":")).encode()
 
 
-def write_signature(folder: RunFolder, plan: Plan, ledger: Ledger, key: Any) -> None:
+def _files(folder: RunFolder) -> dict[str, str]:
+    """Digests of the files beside the log, which its newest link is of."""
+    apart = {folder.log_file, folder.signature_file, folder.secret_file}
+    found = [p for p in sorted(folder.path.iterdir()) if p.is_file() and p.name[0] != "."]
+    return {file.name: file_digest(file) for file in found if file not in apart}
+
+
+def write_signature(folder: RunFolder, plan: Plan, link: str, key: Any) -> None:
     """Sign what there is; signature.json holds the signature and what it is of."""
     from cryptography.hazmat.primitives import serialization as form
 
-    rows, link = ledger.head
-    record = {"ledger_rows": rows, "ledger_link": link.hex(), "files": folder.published()}
+    record = {"log_link": link, "files": _files(folder)}
     public = key.public_key().public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
     signature = key.sign(_signed_text(plan, record))
     signed = {**record, "public_key": public.hex(), "signature": signature.hex()}
@@ -54,7 +59,7 @@ def private_key(path: Path) -> Any:
 
 
 def signature_failure(
-    folder: RunFolder, plan: Plan, link_of: dict[int, str], *, public_key: bytes | None
+    folder: RunFolder, plan: Plan, link: str, *, public_key: bytes | None
 ) -> str | None:
     """What is wrong with the signature in the folder; None if it holds. Raises if there is none.
 
@@ -72,11 +77,9 @@ def signature_failure(
         Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
     except (InvalidSignature, KeyError, ValueError, TypeError) as error:
         return f"the signature does not hold ({type(error).__name__})"
-    if link_of.get(record["ledger_rows"]) != record["ledger_link"]:
-        return "the ledger is not the one that was signed"
-    if max(link_of) != record["ledger_rows"]:  # such as a note of another model
-        return "rows were added to the ledger after it was signed"
-    if folder.published() != record["files"]:
+    if record["log_link"] != link:
+        return "the log is not the one that was signed, or rows were added to it since"
+    if _files(folder) != record["files"]:
         return "the files are not those that were signed"
     return None
 

@@ -5,8 +5,26 @@ the same clip norm. ε does not mind (docs/proofs.md, "A clip norm that moves"),
 threshold moves at every step under independent noise, at the end of a tree where trees restart, and
 nowhere else.
 
-The noisy counts that steer it are paid for out of the plan (`count_cost`).
+The noisy count that steers it is one more Gaussian mechanism (`clipping.adaptive`), and one plan
+pays for both: a unit that takes part k times is counted k times, μ_count² = k / (2σ_b)², and the
+gradients get the noise z_Δ that leaves the plan's μ as it is,
+
+    S²/z_Δ² + k/(2σ_b)² = S²/z²   ⇔   z_Δ = (z⁻² − (2σ_b·S/√k)⁻²)^(−½),
+
+so the statement is unchanged (Andrew et al. 2021, for k = S = 1). Under sampling gradient and count
+are drawn by the same coin, and S = k = 1 for the joint release of a step.
+
 State: the threshold and the estimate.
+
+>>> from noshuffle.participation import Epochs
+>>> from noshuffle.strategies import identity
+>>> four = Epochs(epochs=4, steps_per_epoch=10)                     # S² = k = 4
+>>> plan = Plan(participation=four, strategy=identity(), noise_multiplier=2.0)
+>>> bit_noise_for(plan, share=0.25)
+2.0
+>>> clip = QuantileClip(initial=1.0, units=100, bit_noise=2.0)
+>>> round(joint_multiplier(clip, plan, plan), 12)                   # it costs what was planned
+2.0
 """
 
 from __future__ import annotations
@@ -17,6 +35,7 @@ from typing import Any
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
 from noshuffle.clipping.adaptive import (
+    BIT_SENSITIVITY,
     QuantileClip,
     QuantileState,
     gradient_multiplier,
@@ -26,10 +45,10 @@ from noshuffle.clipping.adaptive import (
 )
 from noshuffle.clipping.factor import Groups
 from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.noise import Source
 from noshuffle.noise.source import NumberNoise
 from noshuffle.plan import Plan
-from noshuffle.release.count_cost import bit_noise_for, count_ratio
-from noshuffle.release.keys import KeyRing, Life
+from noshuffle.release.keys import Keys
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.identity import Identity
 from noshuffle.strategies.tree import Tree
@@ -47,6 +66,9 @@ class Threshold:
 
     #: Names, groups and bound of a clip that could move by itself; None of one that cannot.
     settled: tuple[tuple[str, ...], Groups, float] | None = None
+
+    #: Of the run, for the noise on counts.
+    keys: Keys
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
@@ -105,7 +127,7 @@ class AdaptiveThreshold(Threshold):
 
     is_adaptive = True
 
-    def __init__(self, config: QuantileClip, plan: Plan, ring: KeyRing) -> None:
+    def __init__(self, config: QuantileClip, plan: Plan) -> None:
         self._every = changes_every(plan.strategy)
         if not self._every:
             raise Unsupported(
@@ -114,8 +136,7 @@ class AdaptiveThreshold(Threshold):
                 "with restarts"
             )
         self.config = config
-        self._ring = ring
-        self._adders: tuple[Life, Callable[[int], NumberNoise]] | None = None
+        self._adders: tuple[Source, Callable[[int], NumberNoise]] | None = None
         #: What the norms of the coming step are clipped to and compared with.
         self.state = start(config)
 
@@ -124,7 +145,7 @@ class AdaptiveThreshold(Threshold):
         return Flat(self.state.threshold)
 
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
-        """z_Δ, in units of the clip norm; see `count_cost`."""
+        """z_Δ, in units of the clip norm."""
         if COUNT in names:
             raise InvalidInput(f"{COUNT!r} is the name of the counts of norms; use another")
         if plan.noise_multiplier == 0:
@@ -147,14 +168,13 @@ class AdaptiveThreshold(Threshold):
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
-        Guarantees: the count noise of step t is a draw of its own stream, the same in a replay. The
+        Guarantees: the count noise of step t is a draw of its own stream. The
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        counts, life = self.count(clipped), self._ring.of_step(step)
-        if self._adders is None or self._adders[0] is not life:
-            source = self._ring.source_of_step(step)
-            self._adders = life, source.adders(name=COUNT, scale=self.config.noise)
+        counts, source = self.count(clipped), self.keys.source_of_step(step)
+        if self._adders is None or self._adders[0] != source:
+            self._adders = source, source.adders(name=COUNT, scale=self.config.noise)
         noisy = self._adders[1](step)(*counts)
         may_change = (step + 1) % self._every == 0  # else the noise of a tree would not cancel
         self.state = update(self.state, noisy, config=self.config, may_change=may_change)
@@ -173,8 +193,31 @@ def changes_every(strategy: Strategy) -> int:
     return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
 
 
-def threshold_for(clip: Clip | QuantileClip, plan: Plan, ring: KeyRing) -> Threshold:
+def threshold_for(clip: Clip | QuantileClip, plan: Plan) -> Threshold:
     """A constant clip, or one that follows a quantile."""
     if isinstance(clip, QuantileClip):
-        return AdaptiveThreshold(clip, plan, ring)
+        return AdaptiveThreshold(clip, plan)
     return Threshold(clip)
+
+
+def count_ratio(plan: Plan) -> float:
+    """S/√k; one where a release is sampled."""
+    if plan.participation.is_sampled:
+        return 1.0
+    return math.sqrt(plan.sensitivity.squared / plan.participation.most)
+
+
+def bit_noise_for(plan: Plan, *, share: float) -> float:
+    """The `bit_noise` of counts that take this share of the plan's μ²; more noise takes less."""
+    return plan.noise_multiplier * BIT_SENSITIVITY / (count_ratio(plan) * math.sqrt(share))
+
+
+def joint_multiplier(config: QuantileClip, plan: Plan, held: Plan) -> float:
+    """z of one mechanism that costs units of `held` what updates and counts of `plan` cost them.
+
+    The noise was shared out by S/√k of the plan. Units with other limits than planned have another
+    ratio, and the share of the counts is another for them.
+    """
+    own = gradient_multiplier(plan.noise_multiplier, bit_noise=config.noise * count_ratio(plan))
+    count = config.noise * count_ratio(held) / BIT_SENSITIVITY
+    return float((own**-2 + count**-2) ** -0.5)

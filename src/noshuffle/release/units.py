@@ -1,325 +1,346 @@
-"""A table of units: when each was first and last seen, and how often, without Python loops.
+"""Units: their numbers, who took part when, and the one walk by which steps are admitted.
 
-Units are 64-bit integers (`unit_ids`), each with a row of a growing array (`unit_index` finds it),
-so a step with m units costs O(m).
+`Guard.take` is what a run calls for every step, what a run that is opened again calls for every row
+of its log, and what `verify` calls. Ids are integers or names; names become integers by 64 bits of
+BLAKE2b under the secret of the run (two that collided would count as one unit, the strict side).
 
-Most batches are the same in every epoch, so their units always come together and have one record
-between them. Such a group is found by its first unit, and its bytes are compared: to ask for it, or
-to move it on, touches no row. The first batch that cuts across it ends it.
+State: a row (first step, last step, count) per unit; small integers have their place in an array,
+others get the next free one.
 
-State: the rows, with the number of each unit's group, and the records of the groups, which are
-written into the rows when somebody asks for a unit in another way.
-
->>> table = UnitTable()
->>> table.update(np.array([7, 3]), step=0)
->>> table.update(np.array([3, 9]), step=4)
->>> seen = table.look_up(np.array([3, 5]))
->>> seen.first.tolist(), seen.last.tolist(), seen.count.tolist()
-([0, -1], [4, -1], [2, 0])
+>>> from noshuffle.participation import Epochs
+>>> guard = Guard(Epochs(epochs=2, steps_per_epoch=2))
+>>> for units in ([3, 5], [4, 6], [5, 3]):
+...     _ = guard.take(np.array(units))
+>>> guard.take(np.array([3, 6]))
+Traceback (most recent call last):
+    ...
+noshuffle.errors.ParticipationViolation: unit 3 may not take part in step 3: it was seen first in \
+step 0, so with 2 steps per epoch it may come only every 2 steps after that (last seen: 2); \
+private.batches(loader) keeps to one order, and AnyOrderEpochs with mechanism='identity' takes a \
+new one in every epoch; keep the order of the plan, or use on_violation='drop'
 """
 
 from __future__ import annotations
 
-import sys
-from dataclasses import dataclass
-from typing import NamedTuple
+import base64
+import hashlib
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any, NamedTuple
+from uuid import UUID
 
 import numpy as np
 from numpy.typing import NDArray
+from torch import Tensor
 
-from noshuffle.errors import InvalidInput
-from noshuffle.release.unit_ids import Ids as Ids
-from noshuffle.release.unit_index import address, grown, library, new_index
+from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolation
+from noshuffle.participation import Mask, Participation, Seen
 
-#: first, last, count
-Record = tuple[int, int, int]
-_FIELDS = 4  # the same, and the number of a group (0: none)
-#: Units of groups, and rows of batches, that are remembered; each weighs so many more itself.
-_IN_GROUPS, _MOST_ROWS, _EACH = 2**21, 2**21, 64
-
-
-@dataclass(frozen=True)
-class Seen:
-    """What is known of each unit asked for; −1, −1, 0 where it was never seen."""
-
-    first: Ids
-    last: Ids
-    count: Ids
-
-    def record(self, i: int) -> Record:
-        """That of one unit."""
-        return int(self.first[i]), int(self.last[i]), int(self.count[i])
+Ids = NDArray[np.int64]
+#: Integers below this have their place in an array.
+_SMALL = 2**24
+#: Units of earlier steps that lists may refer to.
+_REMEMBERED = 2**24
+_WIDTHS = {"1": "u1", "2": "<u2", "4": "<u4"}
+#: Kinds of arrays that hold Python's objects: those of pandas, and NumPy's own texts.
+_OBJECTS = "OT"
+#: What NumPy would make two ids, or an id that is a text, of.
+_NO_IDS = (tuple, UUID, type(None))
 
 
-class Spread(NamedTuple):
-    """How many of the units asked for were seen before; least and largest first, last, count, and
-    number of a group among those."""
-
-    known: int
-    low: tuple[int, ...]
-    high: tuple[int, ...]
-
-    @property
-    def is_one(self) -> bool:
-        """Whether all that were seen have one record."""
-        return self.low[:3] == self.high[:3]
+# -- ids -------------------------------------------------------------------------------------------
 
 
-class BatchCache:
-    """The units of batches that came before, in order, by the first and last of their ids.
+@lru_cache(maxsize=2**18)  # federated users check in again in every round
+def name_to_id(name: str | bytes, secret: bytes = b"") -> int:
+    """64 bits of BLAKE2b of a unit's name, as a signed integer.
 
-    To find the distinct units of a batch is a sort, and an epoch brings the same batches again.
-    Only batches in which every row counts; when they hold two million rows it starts anew.
+    With a secret, nobody who reads the log can try out names.
     """
-
-    def __init__(self) -> None:
-        self._batches: dict[tuple[int, int, int], tuple[bytes, Ids]] = {}
-        self._rows = 0
-
-    def get(self, ids: Ids) -> Ids | None:
-        """The units of the batch with these ids."""
-        found = self._batches.get(_ends(ids)) if len(ids) else None
-        return found[1] if found is not None and found[0] == ids.tobytes() else None
-
-    def add(self, ids: Ids, units: Ids) -> None:
-        """Remember a batch, and keep its units from being changed."""
-        if self._rows + len(ids) + _EACH > _MOST_ROWS:
-            self._batches, self._rows = {}, 0
-        units.flags.writeable = False
-        self._batches[_ends(ids)] = (ids.tobytes(), units)
-        self._rows += len(ids) + _EACH
+    # Half a surrogate pair, which JSON and some file names hold, is a name like others.
+    data = name.encode("utf-8", "surrogatepass") if isinstance(name, str) else name
+    digest = hashlib.blake2b(data, digest_size=8, key=secret).digest()
+    return int.from_bytes(digest, "little", signed=True)
 
 
-def _ends(ids: Ids) -> tuple[int, int, int]:
-    return int(ids[0]), int(ids[-1]), len(ids)
+def kind_of_ids(ids: Any) -> str:
+    """ "integers" or "names"; "" for none at all. What is neither, `as_ids` refuses."""
+    if isinstance(ids, Tensor):
+        return "integers" if ids.numel() else ""
+    if isinstance(ids, np.ndarray) and ids.dtype.kind not in _OBJECTS:
+        return ("names" if ids.dtype.kind in "US" else "integers") if ids.size else ""
+    first = next(iter(ids), None) if isinstance(ids, Iterable) else ids
+    return "" if first is None else "names" if isinstance(first, str | bytes) else "integers"
 
 
-@dataclass
-class _UnitGroup:
-    """Units that have always come together."""
+def ids_and_kind(ids: Any, *, secret: bytes = b"") -> tuple[Ids, str]:
+    """`as_ids` and `kind_of_ids` of ids that can be read once only (a generator), too.
 
-    number: int
-    units: bytes
-    rows: Ids
-    record: Record
+    >>> ids_and_kind(iter(["7"]))[1], ids_and_kind(iter([7]))[1]
+    ('names', 'integers')
+    """
+    if isinstance(ids, Iterable) and not isinstance(ids, Tensor | np.ndarray):
+        ids = list(ids)
+    return as_ids(ids, secret=secret), kind_of_ids(ids)
+
+
+def as_ids(ids: Any, *, secret: bytes = b"") -> Ids:
+    """Unit ids from a tensor, an array, or a list of integers or names."""
+    if isinstance(ids, Tensor):
+        ids = ids.detach().cpu().numpy()
+    if not isinstance(ids, np.ndarray) or ids.dtype.kind in _OBJECTS:
+        items = list(ids) if isinstance(ids, Iterable) else [ids]
+        kinds = set(map(type, items))
+        are_names = {issubclass(kind, str | bytes) for kind in kinds}
+        if are_names == {True}:
+            return np.array([name_to_id(i, secret) for i in items], dtype=np.int64)
+        if True in are_names:
+            raise InvalidInput(
+                "ids must all be integers or all be names, got both in one batch; 5 and '5' would "
+                "count as two units"
+            )
+        if strange := [kind for kind in kinds if issubclass(kind, _NO_IDS)]:
+            raise InvalidInput(
+                "ids must be one integer or name per example, got one of type "
+                f"{strange[0].__name__}; make names of them: [str(one) for one in ids]"
+            )
+        ids = np.array(items, dtype=np.int64) if not items else np.asarray(items)
+    if ids.ndim != 1 or ids.dtype.kind not in "iuUS":
+        raise InvalidInput(
+            "ids must be one integer or name per example, got an array of shape "
+            f"{ids.shape} and type {ids.dtype}; make names of them: [str(one) for one in ids]"
+        )
+    if ids.dtype.kind in "US":
+        return as_ids(ids.tolist(), secret=secret)
+    if ids.dtype == np.uint64 and ids.size and int(ids.max()) > np.iinfo(np.int64).max:
+        raise InvalidInput("ids must fit into 64 signed bits, got a larger one; give names instead")
+    return np.asarray(ids, dtype=np.int64)
+
+
+# -- who took part ---------------------------------------------------------------------------------
 
 
 class UnitTable:
-    """first, last, count per unit, looked up and updated a batch at a time.
+    """First step, last step and count of every unit, a batch at a time."""
 
-    Guarantees: the answers are those of a dictionary from units to records, whichever way units
-    come together. An update that was interrupted may be done again, and then counts once.
+    def __init__(self) -> None:
+        self._small, self._large = _rows(0), _rows(0)
+        self._places: dict[int, int] = {}
+
+    def look_up(self, units: Ids) -> Seen:
+        """What is known of each."""
+        is_small = _are_small(units)
+        if is_small is None:
+            return Seen(*self._small_rows(units)[:, units])
+        found = _rows(len(units))
+        small = units[is_small]
+        found[:, is_small] = self._small_rows(small)[:, small]
+        at = np.array([self._places.get(u, -1) for u in units[~is_small].tolist()], dtype=np.int64)
+        known = np.flatnonzero(~is_small)[at >= 0]
+        found[:, known] = self._large[:, at[at >= 0]]
+        return Seen(*found)
+
+    def update(self, units: Ids, *, step: int, first: Mask) -> None:
+        """These distinct units took part in a step; `first` says for whom it counts as first."""
+        is_small = _are_small(units)
+        if is_small is None:
+            _write(self._small_rows(units), units, step=step, first=first)
+            return
+        small = units[is_small]
+        _write(self._small_rows(small), small, step=step, first=first[is_small])
+        places = self._places
+        at = [places.setdefault(u, len(places)) for u in units[~is_small].tolist()]
+        self._large = _wide(self._large, len(places))
+        _write(self._large, np.array(at, dtype=np.int64), step=step, first=first[~is_small])
+
+    def all(self) -> tuple[Ids, Seen]:
+        """Every unit that took part."""
+        small = np.flatnonzero(self._small[2])
+        large = np.fromiter(self._places, dtype=np.int64, count=len(self._places))
+        rows = np.concatenate([self._small[:, small], self._large[:, : len(large)]], axis=1)
+        return np.concatenate([small, large]), Seen(*rows)
+
+    def __len__(self) -> int:
+        return int(np.count_nonzero(self._small[2])) + len(self._places)
+
+    def _small_rows(self, units: Ids) -> NDArray[np.int32]:
+        """The array, with room for these."""
+        self._small = _wide(self._small, int(units.max(initial=-1)) + 1)
+        return self._small
+
+
+def _rows(count: int) -> NDArray[np.int32]:
+    rows = np.full((3, count), -1, dtype=np.int32)
+    rows[2] = 0
+    return rows
+
+
+def _wide(rows: NDArray[np.int32], count: int) -> NDArray[np.int32]:
+    have = rows.shape[1]
+    return rows if count <= have else np.concatenate([rows, _rows(max(count, have) - have)], axis=1)
+
+
+def _write(rows: NDArray[np.int32], at: Ids, *, step: int, first: Mask) -> None:
+    rows[0, at[first]] = step
+    rows[1, at] = step
+    rows[2, at] += 1
+
+
+def _are_small(units: Ids) -> Mask | None:
+    """Which units have their place in the array; None: all of them."""
+    if not len(units) or (units.min() >= 0 and units.max() < _SMALL):
+        return None
+    return np.asarray((units >= 0) & (units < _SMALL))
+
+
+class Admitted(NamedTuple):
+    """The units of a step in order, and which rows of its batch are theirs (None: all)."""
+
+    units: Ids
+    keep: Mask | None
+
+
+class Guard:
+    """Who may take part in which step; the same for a run and for whoever verifies it.
+
+    A unit stands once in a step; with `groups` (the unit is a user) its rows are one contribution.
+    """
+
+    def __init__(self, participation: Participation, *, groups: bool = False) -> None:
+        self.participation, self.steps = participation, 0
+        self.table, self._groups = UnitTable(), groups
+
+    def take(self, ids: Ids | None, *, drop: bool = False, is_part: bool = False) -> Admitted:
+        """Let these units take part in the next step, or in a further part of the last one.
+
+        `ids=None`: units that nobody names, or that a secret draw decides about. With `drop`, rows
+        that may not take part are left out instead of refused.
+
+        Guarantees: where it raises, nothing changed. Every unit's steps are a pattern that the
+        participation allows, and no unit is in two parts of a step.
+        """
+        step, rule = self.steps - is_part, self.participation
+        if step >= rule.steps:
+            raise HorizonExceeded(
+                f"step {step} (counted from 0) lies beyond the {rule.steps} planned steps; fit a "
+                "longer plan for a new run"
+            )
+        if ids is None or rule.is_sampled:
+            self.steps = step + 1
+            return Admitted(np.empty(0, dtype=np.int64) if ids is None else ids, None)
+        units, repeats = distinct(ids, step=step, groups=self._groups, drop=drop)
+        seen = self.table.look_up(units)
+        mask = rule.admits(step, seen) & (seen.last < step)
+        if not drop:
+            self._refuse(units, seen, mask, step)
+        keep = None
+        if repeats is not None or not mask.all():
+            keep = mask[np.searchsorted(units, ids)]
+            keep &= True if repeats is None else ~repeats
+            units, seen = units[mask], Seen(*(own[mask] for own in seen))
+        self.table.update(units, step=step, first=rule.begins_anew(step, seen))
+        self.steps = step + 1
+        return Admitted(units, keep)
+
+    def admits(self, ids: Ids) -> Mask:
+        """Which of these distinct units may take part in the next step; takes nobody."""
+        return self.participation.admits(self.steps, self.table.look_up(ids))
+
+    def why_not(self, unit: int, step: int | None = None) -> str:
+        """The rule that a unit would break."""
+        record = self.table.look_up(np.array([unit], dtype=np.int64))
+        first, last, count = (int(own[0]) for own in record)
+        step = self.steps if step is None else step
+        if last == step:
+            return "it is in another part of this step already"
+        return self.participation.why_not(step, first=first, last=last, count=count)
+
+    def _refuse(self, units: Ids, seen: Seen, mask: Mask, step: int) -> None:
+        if mask.all():
+            return
+        refused = np.flatnonzero(~mask)
+        unit = int(units[refused[0]])
+        others = f" (and {len(refused) - 1} more units of this batch)" if len(refused) > 1 else ""
+        raise ParticipationViolation(
+            f"unit {unit} may not take part in step {step}{others}: {self.why_not(unit, step)}; "
+            "keep the order of the plan, or use on_violation='drop'"
+        )
+
+
+def distinct(ids: Ids, *, step: int, groups: bool, drop: bool) -> tuple[Ids, Mask | None]:
+    """Distinct units in order, and which rows repeat a unit and are dropped (None: none)."""
+    if bool((ids[1:] > ids[:-1]).all()):  # in order already, as data in file order is
+        return ids, None
+    ordered = np.sort(ids)
+    if bool((ordered[1:] > ordered[:-1]).all()):
+        return ordered, None
+    units, first, often = np.unique(ids, return_index=True, return_counts=True)
+    if groups:
+        return units, None
+    if not drop:
+        raise ParticipationViolation(
+            f"unit {int(units[often > 1][0])} appears twice in step {step}; a batch holds each "
+            "example once (a plan with unit='user' groups the examples of a user)"
+        )
+    repeats = np.ones(len(ids), dtype=bool)
+    repeats[first] = False
+    return units, repeats
+
+
+# -- lists of units in few bytes -------------------------------------------------------------------
+
+
+class UnitLists:
+    """Lists of units as JSON, in order.
+
+        [a, b]          all from a to b − 1
+        7               those of step 7
+        "2…", "8…"      base64 of differences of so many bytes, the first from 0; 8: of units
+
+    State: the lists of steps that later ones may refer to; readers and writers keep the same.
     """
 
     def __init__(self) -> None:
-        self._index = new_index()
-        self._data = np.zeros((1, _FIELDS), dtype=np.int32)  # by row, and further ones behind them
-        # Rows of the units asked for last: a step looks the same ones up several times. Arrays that
-        # nobody changes are known by themselves, others by their bytes.
-        self._asked: tuple[bytes | Ids, Ids] | None = None
-        self._told: tuple[Ids, Spread] | None = None  # of such rows, until a record changes
-        # A group is in both dictionaries, or it is none: numbers in rows may be of former ones.
-        self._groups: dict[int, _UnitGroup] = {}
-        self._firsts: dict[int, int] = {}  # the number of a group by its first unit
-        self._behind: set[int] = set()  # numbers of groups whose rows hold older records
-        self._founded = self._grouped = 0
+        self._steps: dict[bytes, int] = {}
+        self._lists: dict[int, Ids] = {}
+        self._held = 0
 
-    def __len__(self) -> int:
-        return len(self._index)
+    def encode(self, step: int, units: Ids) -> Any:
+        """The list of a step; `units` are distinct and in order."""
+        size = len(units)
+        if not size or int(units[-1]) - int(units[0]) == size - 1:
+            return [int(units[0]), int(units[-1]) + 1] if size else [0, 0]
+        known = self._steps.get(_name(units))
+        if known is not None:
+            return known
+        self._remember(step, units)
+        gaps = np.diff(units, prepend=0)
+        top = int(gaps.max()) if units[0] >= 0 and int(gaps.min()) >= 0 else 2**32
+        for width, form in _WIDTHS.items():
+            if top < 256 ** int(width):
+                return width + base64.b64encode(gaps.astype(form).tobytes()).decode()
+        return "8" + base64.b64encode(units.astype("<i8").tobytes()).decode()
 
-    def shared(self, ids: Ids) -> Record | None:
-        """The one record of these units, if they have always come together in this order, alone or
-        with others behind them."""
-        ids = np.asarray(ids, dtype=np.int64)  # of another width, others have the same bytes
-        group = self._led_by(ids)
-        is_part = group is not None and group.units.startswith(ids.tobytes())
-        return group.record if group is not None and is_part else None
-
-    def look_up(self, ids: Ids) -> Seen:
-        """The records of these units (distinct or not)."""
-        ids = np.asarray(ids, dtype=np.int64)  # as in `shared`
-        group = self._group(ids)
-        if group is not None:
-            first, last, count = np.repeat(np.array(group.record), len(ids)).reshape(3, -1)
-            return Seen(first=first, last=last, count=count)
-        self._write_back()
-        rows = self._rows(ids)
-        if len(rows) and rows.min() >= 0:
-            return _seen(self._data.take(rows, axis=0))
-        out = np.empty((3, len(ids)), dtype=np.int64)
-        out[:2], out[2] = -1, 0
-        hit = np.flatnonzero(rows >= 0)
-        if len(hit):
-            out[:, hit] = self._data[rows[hit], :3].T
-        return Seen(first=out[0], last=out[1], count=out[2])
-
-    def spread(self, ids: Ids) -> Spread:
-        """What the records of these units have between them."""
-        ids = np.asarray(ids, dtype=np.int64)
-        self._write_back()
-        return self._spread(self._rows(ids))
-
-    def _spread(self, rows: Ids) -> Spread:
-        if self._told is not None and self._told[0] is rows:
-            return self._told[1]
-        told = np.zeros(9, dtype=np.int64)
-        if (built := library()) is not None:
-            built.units_spread(address(self._data), address(rows), len(rows), address(told))
-        elif len(hit := rows[rows >= 0]):
-            own = self._data.take(hit, axis=0)
-            told[:] = len(hit), *own.min(axis=0), *own.max(axis=0)
-        known, *ends = told.tolist()
-        self._told = rows, Spread(known, tuple(ends[:4]), tuple(ends[4:]))
-        return self._told[1]
-
-    def update(self, ids: Ids, *, step: int, first: NDArray[np.bool_] | None = None) -> None:
-        """These distinct units took part in `step`; where `first` is true, `first` starts anew."""
-        ids = np.asarray(ids, dtype=np.int64)
-        if step >= 1 << 31:
-            raise _too_large()
-        if not len(ids):
-            return
-        group = self._group(ids)
-        if group is not None and (first is None or first.all() == first.any()):
-            self._move_on(group, step=step, is_anew=first is not None and bool(first[0]))
-            return
-        rows, built = self._rows(ids), library()
-        if built is not None and first is None:
-            spread = self._spread(rows)
-            if spread.known == len(ids):
-                if spread.high[3]:
-                    self._part(rows)  # groups that end write their records
-                    spread = self._spread(rows)
-                number = self._new_number(len(ids)) if spread.is_one else 0
-                self._told = None
-                # In one call: an interrupt finds these units before the step or behind it.
-                built.units_move(address(self._data), address(rows), len(rows), step, number)
-                if number:
-                    self._found(ids, rows, number, _record(self._data[rows[0]]))
-                return
-        self._told = None
-        is_known = rows >= 0
-        known = rows[is_known]
-        self._part(known)
-        if len(known):
-            own = self._data.take(known, axis=0)
-            own[:, 2] += own[:, 1] != step
-            own[:, 1] = step
-            if first is not None:
-                own[first[is_known], 0] = step
-            is_group = len(known) == len(ids) and bool((own[:, :3] == own[0, :3]).all())
-            own[:, 3] = number = self._new_number(len(ids)) if is_group else 0
-            # All fields at once: an interrupt finds these units before the step or behind it.
-            self._data[known] = own
-            if number:
-                self._found(ids, known, number, _record(own[0]))
-        if len(known) < len(ids):
-            new = ids[~is_known] if len(known) else ids
-            number = 0 if len(known) else self._new_number(len(ids))
-            rows = self._append(new, np.array([step, step, 1, number]))
-            if number:
-                self._found(ids, rows, number, (step, step, 1))
-
-    def restore(self, ids: Ids, seen: Seen) -> None:
-        """Start from saved records (the table must be empty)."""
-        none = np.zeros(len(ids), dtype=np.int64)
-        self._append(ids, np.stack([seen.first, seen.last, seen.count, none], axis=1))
-
-    def all(self) -> tuple[Ids, Seen]:
-        """Every unit with its record, in order of id; theirs to change."""
-        self._write_back()
-        units = self._index.units
-        return units, _seen(self._data.take(self._index.find(units), axis=0))
-
-    def _group(self, ids: Ids) -> _UnitGroup | None:
-        """The group that these units are, in their order."""
-        group = self._led_by(ids)
-        return group if group is not None and group.units == ids.tobytes() else None
-
-    def _led_by(self, ids: Ids) -> _UnitGroup | None:
-        """The group whose first unit is the first of these."""
-        return self._groups.get(self._firsts.get(int(ids[0]), 0)) if len(ids) else None
-
-    def _new_number(self, size: int) -> int:
-        """The number of a group to come, 0 where the table is full of them."""
-        if self._grouped + size + _EACH > _IN_GROUPS:
-            return 0
-        self._founded += 1
-        return self._founded
-
-    def _found(self, ids: Ids, rows: Ids, number: int, record: Record) -> None:
-        """A group whose rows have its number already."""
-        self._grouped += len(ids) + _EACH
-        self._firsts[int(ids[0])] = number
-        self._groups[number] = _UnitGroup(number, ids.tobytes(), rows, record)
-
-    def _move_on(self, group: _UnitGroup, *, step: int, is_anew: bool) -> None:
-        first, last, count = group.record
-        if last != step:
-            self._behind.add(group.number)
-            group.record = (step if is_anew else first, step, count + 1)
-
-    def _part(self, rows: Ids) -> None:
-        """End the groups that the units of these rows are of; the rows know everything then."""
-        if not self._groups or not len(rows):
-            return
-        numbers = self._data[rows, 3]
-        if len(rows) > self._founded:
-            numbers = np.flatnonzero(np.bincount(numbers))
-        for number in self._groups.keys() & set(numbers.tolist()):
-            self._write(number)
-            group = self._groups.pop(number)
-            self._grouped -= len(group.rows) + _EACH
-            self._firsts.pop(int.from_bytes(group.units[:8], sys.byteorder, signed=True), None)
-
-    def _write_back(self) -> None:
-        for number in list(self._behind):
-            self._write(number)
-
-    def _write(self, number: int) -> None:
-        """Bring the rows up to date with one group."""
-        if number in self._behind:
-            group = self._groups[number]
-            self._told = None
-            self._data[group.rows, :3] = group.record
-            self._behind.discard(number)
-
-    def _rows(self, ids: Ids) -> Ids:
-        is_fixed = ids.base is None and not ids.flags.writeable
-        key = ids if is_fixed else ids.tobytes()
-        asked = self._asked
-        if asked is None or not (asked[0] is key or _are_equal(asked[0], key)):
-            asked = self._asked = (key, self._index.find(ids))
-        return asked[1]
-
-    def _append(self, ids: Ids, records: NDArray[np.int64]) -> Ids:
-        """Rows for units that have none, theirs from the moment when the index knows of them."""
-        if records.size and (records.min() < 0 or records.max() >= 1 << 31):
-            raise _too_large()
-        rows = self._index.place(ids)
-        self._data = grown(self._data, self._index.rows, likely=self._index.likely)
-        if records.ndim == 1 and (built := library()) is not None:
-            own = records.astype(np.int32)
-            built.units_fill(address(self._data), address(rows), len(rows), address(own))
+    def decode(self, step: int, told: Any) -> Ids:
+        """The list that `encode` wrote; ValueError, KeyError or TypeError for anything else."""
+        if isinstance(told, list):
+            first, end = told
+            return np.arange(first, end, dtype=np.int64)
+        if isinstance(told, int):
+            return self._lists[told]
+        data = base64.b64decode(told[1:], validate=True)
+        if told[0] == "8":
+            units = np.frombuffer(data, dtype="<i8").astype(np.int64)
         else:
-            self._data[rows] = records
-        self._asked = None
-        self._index.add(ids)
-        return rows
+            units = np.cumsum(np.frombuffer(data, dtype=_WIDTHS[told[0]]), dtype=np.int64)
+        self._remember(step, units)
+        return units
+
+    def _remember(self, step: int, units: Ids) -> None:
+        if self._held + len(units) <= _REMEMBERED and step not in self._lists:
+            self._held += len(units)
+            self._steps[_name(units)], self._lists[step] = step, units
 
 
-def _are_equal(a: bytes | Ids, b: bytes | Ids) -> bool:
-    return isinstance(a, bytes) and isinstance(b, bytes) and a == b
-
-
-def _too_large() -> InvalidInput:
-    return InvalidInput("steps and counts of a unit are below two thousand million")
-
-
-def _record(row: NDArray[np.int32]) -> Record:
-    return int(row[0]), int(row[1]), int(row[2])
-
-
-def _seen(data: NDArray[np.int32]) -> Seen:
-    first, last, count, _ = data.T.astype(np.int64)
-    return Seen(first=first, last=last, count=count)
+def _name(units: Ids) -> bytes:
+    return hashlib.blake2b(np.ascontiguousarray(units).tobytes(), digest_size=16).digest()

@@ -1,213 +1,248 @@
-"""verify: does a run folder support its own statement?
+"""verify: does a run folder support its own statement? Everything is computed again from its log.
 
-Everything is recomputed from the evidence, and every disagreement is one sentence:
+    VERIFIED      plan, log and statement agree: every step fits the plan, ε is what follows
+    NOT PRIVATE   they agree, and say so themselves (test seed, no noise)
+    REFUTED       something contradicts the statement: the line or the file is named
 
-    plan          canonical, and its hash is the one that ledger and statement were written under
-    ledger        hash chain, facts, steps, units, keys (`evidence_checks`)
-    files         equal to their digests in the ledger; noise state of this plan (`file_checks`)
-    statement     equal, field by field, to the one that plan, ledger and ancestors give, and about
-                  a row that the ledger has
-
-It reads and never writes. Fingerprints of batches and digests of sums need the data: for a replay.
+What cannot be read (permissions, a bad disk, a mechanism that nobody has imported) is an error:
+nothing is known then. What a folder cannot show stands below the answer. It reads and never writes.
 """
 
 from __future__ import annotations
 
 import json
 import math
-import sqlite3
 from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.release.evidence_checks import LEDGER_CHECKS, Found
-from noshuffle.release.facts import TEST_SEED, notes_of
-from noshuffle.release.file_checks import FILE_CHECKS, NOT_THERE, noise_state
+from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported, VerificationFailed
+from noshuffle.plan.statement import UNCHECKED
 from noshuffle.release.files import as_json, read_json
-from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_errors import is_unreadable
-from noshuffle.release.ledger_tables import Evidence, missing_head
-from noshuffle.release.other_folders import is_other, not_a_run
+from noshuffle.release.folder import RunFolder, digests, step_of
+from noshuffle.release.history import History
+from noshuffle.release.log import Damaged, read
 from noshuffle.release.signature import public_bytes, signature_failure
-from noshuffle.release.spending import spent
-from noshuffle.release.unfinished import refuse_unfinished
-from noshuffle.release.verdict import Verdict
-from noshuffle.statement import of_stops
+from noshuffle.rounding import up
+
+VERIFIED, NOT_PRIVATE, REFUTED = "VERIFIED", "NOT PRIVATE", "REFUTED"
+EXIT_CODES = {VERIFIED: 0, REFUTED: 1, NOT_PRIVATE: 4}
+OLD_COPY = (
+    "that these are all steps: an older copy of a folder, or the one that a backup or a copy went "
+    "on from, shows its own steps only"
+)
+UNSIGNED = "that log and files were not all made anew together: only a signature could show it"
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What was found in a run folder."""
+
+    path: str
+    refuted: tuple[str, ...] = ()
+    unchecked: tuple[str, ...] = ()
+    not_private: tuple[str, ...] = ()
+    is_signed: bool = False
+    participation_checked: bool = True
+    released: int = 0
+    planned: int = 0
+    epsilon: float | None = None
+    delta: float | None = None
+
+    @property
+    def answer(self) -> str:
+        """VERIFIED, NOT PRIVATE or REFUTED."""
+        if self.refuted:
+            return REFUTED
+        return NOT_PRIVATE if self.not_private else VERIFIED
+
+    @property
+    def exit_code(self) -> int:
+        """0 verified, 1 refuted, 4 not private (2: nothing could be read)."""
+        return EXIT_CODES[self.answer]
+
+    @property
+    def is_verified(self) -> bool:
+        return self.answer == VERIFIED
+
+    def words(self) -> str:
+        lines = [f"{self.answer}: {self.path}"]
+        if self.epsilon is not None and self.delta is not None and not self.refuted:
+            lines[0] = (
+                f"{self.answer}: {self.released} of {self.planned} planned steps, "
+                f"ε = {up(self.epsilon)} at δ = {up(self.delta)}"
+            )
+            if not self.participation_checked:
+                lines[0] += f". {UNCHECKED}"
+        lines += [f"  - {line}" for line in (*self.refuted, *self.not_private)]
+        lines += [f"  (not checked: {line})" for line in self.unchecked]
+        return "\n".join(lines)
+
+    def to_dict(self) -> dict[str, Any]:
+        finite = self.epsilon is not None and math.isfinite(self.epsilon)
+        return {
+            "answer": self.answer,
+            "verified": self.is_verified,
+            "path": self.path,
+            "failures": list(self.refuted),
+            "not_private": list(self.not_private),
+            "unchecked": list(self.unchecked),
+            "signed": self.is_signed,
+            "participation_checked": self.participation_checked,
+            "released_steps": self.released,
+            "planned_steps": self.planned,
+            "epsilon": self.epsilon if finite else None,
+            "delta": self.delta,
+        }
+
+    def check(self) -> None:
+        """Raise unless the stated guarantee is supported."""
+        if not self.is_verified:
+            raise VerificationFailed(f"{self.path}: {(*self.refuted, *self.not_private)[0]}")
 
 
 def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict:
-    """Recompute the guarantee of a run folder from its evidence.
+    """Recompute the guarantee of a run folder from its log.
 
-    Guarantees: nothing in the folder can be changed without an answer other than PROVED, except by
-    making ledger, files and statement anew together, which a signature shows (`public_key`). (What
-    says nothing is not compared: `.lock`, and bytes of ledger.sqlite outside its rows.) It
-    cannot know what was never recorded. Of a saved stream, every phase is verified.
-
-    Where plan, statement or ledger cannot be read (permissions, a bad disk), nothing is known of
-    the guarantee: the error of the operating system is raised; so is a line where there is no
-    folder, it is no run (`other_folders`), or none has begun (`unfinished`). Other files that
-    cannot be read are named as not checked.
+    Guarantees: no line of the log, no number of plan and statement and no file of the newest
+    checkpoint can be changed without REFUTED, except by making all of them anew together, which a
+    signature shows (`public_key`). It cannot know what was never recorded. Of a saved stream, every
+    phase is verified.
     """
-    run, refuted = RunFolder(path), []
+    run = RunFolder(path)
     if not run.path.is_dir():  # a slip in the name refutes nothing
         raise InvalidInput(f"{path} is not a folder; give a run folder")
-    wanted = None if public_key is None else public_bytes(public_key)  # a slip refutes nothing
-    phases = sorted(run.path.glob("phase-*"), key=lambda phase: (len(phase.name), phase.name))
+    wanted = None if public_key is None else public_bytes(public_key)
+    found = [phase for phase in run.path.glob("phase-*") if phase.name[6:].isdecimal()]
+    phases = sorted(found, key=lambda phase: int(phase.name[6:]))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
-    if is_other(run.path):
-        raise InvalidInput(not_a_run(run.path))
-    refuse_unfinished(run)
     try:
         plan = run.plan()
-    except (NoshuffleError, *NOT_THERE, UnicodeDecodeError) as error:
+    except Unsupported:
+        raise  # a mechanism that is not known here refutes nothing
+    except NoshuffleError as error:
+        if not run.plan_file.exists():
+            raise
         return Verdict(str(path), (f"plan.json cannot be read: {error}",))
+    refuted = []
     if run.plan_file.read_bytes() != plan.to_json().encode():
         refuted.append("plan.json is not in canonical form: it was edited")
+    told, wrong = _told(run)
+    refuted += wrong
+    history, unchecked = History(plan), [OLD_COPY]
+    expected: dict[str, Any] | None = None
+    link = ""
     try:
-        told: dict[str, Any] | None = {**read_json(run.statement_file)}
-        if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
-            refuted.append("statement.json is not as a run writes it: it was edited")
-    except (*NOT_THERE, ValueError, TypeError) as error:
-        told = None
-        refuted.append(f"statement.json cannot be read: {error}")
+        for row in read(run.log_file):
+            history.add(row)
+            link = row["link"]
+            if link == told.get("log_link"):
+                expected = history.statement_record(link=link)
+        refuted += [*_header(history), *_checkpoints(run, history)]
+    except Damaged as damage:
+        if not damage.is_torn:
+            return Verdict(str(path), (*refuted, str(damage)), planned=plan.steps)
+        unchecked.append("the last line of the log, which is torn: it is no step of the run")
+    except FileNotFoundError:
+        return Verdict(str(path), (*refuted, "log.jsonl is missing"), planned=plan.steps)
+    except Unsupported:
+        raise  # nor does one of a run that this one was forked from
+    except (NoshuffleError, ValueError, KeyError, TypeError) as error:
+        return Verdict(str(path), (*refuted, str(error)), planned=plan.steps)
+    if told:
+        refuted += _disagreements(told, expected)
+        if not refuted and told["released_steps"] != history.steps:
+            unchecked.append(
+                f"the last save: statement.json covers {told['released_steps']} steps, and ε above "
+                f"is that of all {history.steps} in the log"
+            )
+    is_signed = run.signature_file.exists()
+    if is_signed or wanted is not None:
+        refuted += _signature(run, history, link, wanted)
+    if wanted is None:
+        unchecked.append("whose signature it is (give public_key=)" if is_signed else UNSIGNED)
+    verdict = Verdict(str(path), tuple(refuted), tuple(unchecked), is_signed=is_signed)
     try:
-        evidence = Evidence(run.ledger_file)
-    except (sqlite3.DatabaseError, *NOT_THERE) as error:
-        if is_unreadable(error):
-            raise
-        return Verdict(str(path), (*refuted, f"ledger.sqlite cannot be read: {error}"))
-    found = Found(run, plan, evidence, told, refuted=refuted)
-    try:
-        found.read_rows()
-        for check in (*LEDGER_CHECKS, *FILE_CHECKS, _head):
-            found.refuted += check(found)
-        found.refuted += _signature(found, wanted)
-    except (sqlite3.DatabaseError, ValueError, TypeError, KeyError, AttributeError) as error:
-        if is_unreadable(error):
-            raise
-        found.refuted.append(f"ledger.sqlite is damaged: {error}")
-        return Verdict(str(path), tuple(found.refuted))
-    finally:
-        evidence.close()
-    found.refuted += noise_state(found)
-    epsilon: float | None = None
-    delta: float | None = None
-    try:
-        said = spent(plan, len(found.rows), ancestors=run.ancestors(), notes=notes_of(found.facts))
-        found.refuted += _statement(found, json.loads(json.dumps(said.to_dict())))
-        epsilon, delta = said.epsilon, said.delta
-    except (NoshuffleError, *NOT_THERE, ValueError, KeyError, TypeError) as error:
-        found.refuted.append(f"no statement follows from the evidence: {error}")
-    return Verdict(
-        str(path),
-        tuple(dict.fromkeys(found.refuted)),
-        tuple(dict.fromkeys(found.unchecked)),
-        tuple(_not_private(found)),
-        tuple(found.checked),
-        found.is_signed,
-        len(found.rows),
-        plan.steps,
-        len(found.lives),
-        epsilon,
-        delta,
-        tuple(found.exposed),
+        said = history.statement()
+    except (NoshuffleError, ValueError, KeyError, TypeError) as error:
+        return replace(verdict, refuted=(*refuted, f"no statement follows from the log: {error}"))
+    void = said.not_private or (("the plan has no noise",) if not plan.noise_multiplier else ())
+    return replace(
+        verdict,
+        not_private=void,
+        participation_checked=said.participation_checked,
+        released=history.steps,
+        planned=plan.steps,
+        epsilon=said.epsilon,
+        delta=said.delta,
     )
 
 
-def _together(path: str, phases: list[Verdict]) -> Verdict:
-    """The phases of a stream as one: ε is the largest, if no unit lies in two of them.
-
-    What binds them together (model.pkl, stream.pt) is in no ledger, so this is never PROVED.
-    """
-
-    def lines(name: str) -> tuple[str, ...]:
-        all_of = [(Path(one.path).name, line) for one in phases for line in getattr(one, name)]
-        return tuple(f"{phase}: {line}" for phase, line in all_of)
-
-    names = [Path(one.path).name for one in phases]
-    missing = {f"phase-{i + 1}" for i in range(len(phases))} - set(names)
-    lost = tuple(f"{name} is not in the folder any more" for name in sorted(missing))
-    loose = (
-        "that no unit lies in two phases",
-        f"that no phase followed {names[-1]}",
-        "the files beside the phases, which no ledger knows of",
-    )
-    known = [one for one in phases if one.epsilon is not None]
-    largest = max(known, key=lambda one: one.epsilon or 0.0, default=phases[0])
-    return Verdict(
-        path,
-        (*lost, *lines("refuted")),
-        (*lines("unchecked"), *loose),
-        lines("not_private"),
-        lines("checked"),
-        all(one.is_signed for one in phases),
-        sum(one.released for one in phases),
-        sum(one.planned for one in phases),
-        sum(one.lives for one in phases),
-        largest.epsilon,
-        largest.delta,
-        lines("exposed"),
-    )
+def _told(run: RunFolder) -> tuple[dict[str, Any], list[str]]:
+    """What statement.json says, and what is wrong with the file."""
+    try:
+        told = {**read_json(run.statement_file)}
+    except FileNotFoundError:
+        return {}, ["statement.json is missing"]
+    except (InvalidInput, TypeError) as error:
+        return {}, [f"statement.json cannot be read: {error}"]
+    if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
+        return told, ["statement.json is not as a run writes it: it was edited"]
+    return told, []
 
 
-def _head(found: Found) -> Iterator[str]:
-    """The row that statement.json is about must be there."""
-    if found.told is not None:
-        yield from missing_head(found.evidence, found.told)
-
-
-def _signature(found: Found, public_key: bytes | None) -> Iterator[str]:
-    if not found.run.signature_file.exists():
-        if public_key is not None:
-            yield "there is no signature.json in the folder"
+def _signature(
+    run: RunFolder, history: History, link: str, public_key: bytes | None
+) -> Iterator[str]:
+    if not run.signature_file.exists():
+        yield "there is no signature.json in the folder"
         return
-    links = found.evidence.links()
     try:
-        wrong = signature_failure(found.run, found.plan, links, public_key=public_key)
-    except (IsADirectoryError, ValueError) as error:
+        wrong = signature_failure(run, history.plan, link, public_key=public_key)
+    except (OSError, ValueError) as error:
         wrong = f"signature.json cannot be read: {error}"
-    found.is_signed = wrong is None
     if wrong is not None:
         yield wrong
-    elif public_key is None:
-        found.unchecked.append("whose signature it is (give public_key=)")
 
 
-#: What statement.json holds beside the statement itself.
-_BOOKKEEPING = {"plan_hash", "planned_steps", "released_steps", "ledger_rows", "ledger_link"}
-#: What differs as a matter of course where it covers another number of steps.
-_BY_STEPS = {"assumptions", "epsilon", "mu", "rho", "sensitivity", "squared_sensitivity", "exact"}
+def _header(history: History) -> Iterator[str]:
+    """What the log says of plan and noise, against plan.json."""
+    facts, plan = history.facts(), history.plan
+    if facts["plan"] != plan.hash:
+        yield "plan.json is not the plan of the log"
+    if facts["adaptive_clip"] == "no" and (clip := _bound(facts["clip"])) is not None:
+        scale = plan.noise_multiplier * clip
+        if not math.isclose(float(facts["noise_scale"]), scale, rel_tol=1e-9):
+            yield (
+                f"the noise on record has deviation {facts['noise_scale']}, and noise multiplier × "
+                f"clip norm is {scale!r}"
+            )
+    ends = [i for i, row in enumerate(history.rows) if row["kind"] == "end"]
+    if ends and any(row["kind"] in ("start", "checkpoint") for row in history.rows[ends[0] :]):
+        yield "the run went on after its end"
 
 
-def _statement(found: Found, expected: dict[str, Any]) -> Iterator[str]:
-    """statement.json against the statement that the evidence gives."""
-    told, plan, released = found.told, found.plan, len(found.rows)
-    if told is None:
-        return  # said already
-    if told.get("plan_hash") != plan.hash:
-        yield "statement.json was written under another plan"
-    if not _agree(told.get("planned_steps"), plan.steps):
-        yield f"statement.json speaks of {told.get('planned_steps')} planned steps"
-    names = (expected.keys() | told.keys()) - _BOOKKEEPING
-    if not _agree(told.get("released_steps"), released):
-        names -= _BY_STEPS
-        yield (
-            f"statement.json covers {told.get('released_steps')} steps, the ledger has "
-            f"{released}; resume the run to bring it up to date"
-        )
-    for name in sorted(names):
-        said, shown = told.get(name), expected.get(name)
-        if name == "assumptions" and (stops := of_stops(expected[name])):
-            before = [one for one in expected[name] if one not in stops]
-            if said == before:  # as version 0.1 wrote it
-                found.unchecked.append(
-                    f"statement.json does not say what its ε rests on: {stops[0]}"
-                )
-                continue
-        if name not in expected or name not in told or not _agree(said, shown):
-            yield f"statement.json says {name} = {said}, the evidence says {shown}"
+def _bound(clip: str) -> float | None:
+    """The number in Flat(norm=…); other clips have bounds of their own."""
+    head, _, tail = clip.partition("=")
+    try:
+        return float(tail.rstrip(")")) if head == "Flat(norm" else None
+    except ValueError:
+        return None
+
+
+def _disagreements(told: dict[str, Any], expected: dict[str, Any] | None) -> Iterator[str]:
+    """statement.json against the one that followed from the log when it was written."""
+    if expected is None:
+        yield "the log lacks the row that statement.json was written after: it was cut or made anew"
+        return
+    expected = json.loads(json.dumps(expected))
+    for name in sorted(expected.keys() | told.keys()):
+        if not _agree(told.get(name), expected.get(name)):
+            yield f"statement.json says {name} = {told.get(name)}, the log {expected.get(name)}"
 
 
 def _agree(told: Any, expected: Any) -> bool:
@@ -218,14 +253,52 @@ def _agree(told: Any, expected: Any) -> bool:
     return type(told) is type(expected) and bool(told == expected)
 
 
-def _not_private(found: Found) -> Iterator[str]:
-    try:
-        ancestors = found.run.ancestors()
-    except (NoshuffleError, OSError, ValueError, KeyError, TypeError):
-        ancestors = ()  # said with the statement
-    if found.facts.get("test_key") == "yes":
-        yield "the noise comes from a named test seed, which anybody can use to remove it"
-    elif any(TEST_SEED in ancestor.notes for ancestor in ancestors):
-        yield "a run that it was forked from has the noise of a named test seed"
-    if found.plan.noise_multiplier == 0:
-        yield "the plan has no noise"
+def _checkpoints(run: RunFolder, history: History) -> Iterator[str]:
+    """The newest checkpoint is one that the run noted."""
+    for path in run.saved()[-1:]:
+        noted = [row for row in history.of("checkpoint") if row["step"] == step_of(path)]
+        if not noted:
+            yield f"the log knows of no checkpoint {path.name}"
+        elif digests(path) not in [row["files"] for row in noted]:
+            yield f"the files of {path.name} are not those that the run saved"
+
+
+def _together(path: str, phases: list[Verdict]) -> Verdict:
+    """The phases of a stream as one: ε is the largest, if no unit lies in two of them."""
+
+    def lines(name: str) -> tuple[str, ...]:
+        all_of = [(Path(one.path).name, line) for one in phases for line in getattr(one, name)]
+        return tuple(f"{phase}: {line}" for phase, line in all_of)
+
+    names = [Path(one.path).name for one in phases]
+    before, numbers = _phases_before(phases[0].path), [int(name[6:]) for name in names]
+    missing = sorted({*range(before + 1, numbers[-1])} - {*numbers})
+    lost = tuple(f"phase-{number} is not in the folder any more" for number in missing)
+    loose: tuple[str, ...] = (
+        "that no unit lies in two phases",
+        f"that no phase followed {names[-1]}",
+    )
+    loose += (f"the {before} phases before {names[0]}, of which no folder tells",) * bool(before)
+    known = [one for one in phases if one.epsilon is not None]
+    largest = max(known, key=lambda one: one.epsilon or 0.0, default=phases[0])
+    return Verdict(
+        path,
+        (*lost, *lines("refuted")),
+        (*lines("unchecked"), *loose),
+        lines("not_private"),
+        is_signed=all(one.is_signed for one in phases),
+        participation_checked=all(one.participation_checked for one in phases),
+        released=sum(one.released for one in phases),
+        planned=sum(one.planned for one in phases),
+        epsilon=largest.epsilon,
+        delta=largest.delta,
+    )
+
+
+def _phases_before(first: str) -> int:
+    """How many phases of a stream were over before it was saved for the first time."""
+    with suppress(OSError, NoshuffleError, ValueError, KeyError):
+        for row in read(RunFolder(first).log_file):
+            if row["kind"] == "fact" and row["name"] == "phases_before":
+                return int(row["value"])
+    return 0

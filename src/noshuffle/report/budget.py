@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from noshuffle.budget import Budget
+from noshuffle.budget.budget import Entry
 from noshuffle.budget.cost import total
-from noshuffle.budget.entries import Entry
 from noshuffle.release.files import write_bytes
 from noshuffle.report.plots import ACCENT, MUTED, WARM, as_svg, save_picture
 from noshuffle.rounding import up

@@ -8,13 +8,14 @@ the users in ways that ε does not cover: those counts are in operator.jsonl, mo
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator, Sequence
-from contextlib import closing
 from typing import TYPE_CHECKING
 
+import numpy as np
+
 from noshuffle.federated.per_user import Spending, epsilon_of
-from noshuffle.release.ledger_tables import Evidence
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.history import History
 from noshuffle.report import plots
 from noshuffle.report.plots import ACCENT, WARM, as_svg
 from noshuffle.report.run import RunRecord
@@ -93,28 +94,22 @@ def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
 
 
 def spending_in(run: RunRecord) -> list[Spending]:
-    """Users by how often they were asked, with their ε, from the ledger of a run folder.
+    """Users by how often they were asked, with their ε, from the log of a run folder.
 
     Empty where cohorts are sampled: whom a secret draw took must stay secret.
     """
-    file = run.path / "ledger.sqlite"
-    if run.plan.participation.is_sampled or not file.is_file():
+    folder = RunFolder(run.path)
+    if run.plan.participation.is_sampled or not folder.is_started:
         return []
-    with closing(Evidence(file)) as evidence:
-        facts = evidence.bound()
-        covered, units = evidence.saved_units()
-        counts = Counter({unit: count for unit, _, _, count in units})
-        rows = list(evidence.rows(start=covered))
-    for row in rows:  # a run that was killed since its last checkpoint
-        counts.update(row.units.tolist())
-    released, stated = covered + len(rows), _stated(run)
-    is_shared = facts.get("adaptive_clip") == "yes" or (run.path / "ancestors.json").is_file()
+    history, stated = History.read(folder), _stated(run)
+    is_shared = history.header["adaptive_clip"] == "yes" or bool(history.ancestors())
 
     def own(times: int) -> float:
-        narrow = epsilon_of(run.plan, participations=times, released=released)
+        narrow = epsilon_of(run.plan, participations=times, released=history.steps)
         return stated if is_shared else min(stated, narrow)
 
-    return [Spending(c, users, own(c)) for c, users in sorted(Counter(counts.values()).items())]
+    counts, users = np.unique(history.guard.table.all()[1].count, return_counts=True)
+    return [Spending(int(c), int(n), own(int(c))) for c, n in zip(counts, users)]
 
 
 def _stated(run: RunRecord) -> float:

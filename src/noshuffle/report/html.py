@@ -13,15 +13,13 @@ from html import escape
 from pathlib import Path
 from typing import Any, Protocol
 
+from noshuffle.plan.statement import FALSE_ALARMS, UNCHECKED, meaning
 from noshuffle.release.files import write_bytes
-from noshuffle.release.folder import RunFolder
-from noshuffle.release.seal import note_pages
 from noshuffle.report import audit, federated, fit, sums, trained
 from noshuffle.report.page_parts import cards, document, pictures, table, warning
 from noshuffle.report.plots import Figure
 from noshuffle.report.run import RunRecord, read_run
 from noshuffle.rounding import up
-from noshuffle.statement import FALSE_ALARMS, meaning
 
 #: What the statement says, and how a person calls it.
 _STATED = {
@@ -57,10 +55,8 @@ def _teller(run: RunRecord) -> Teller:
 
 
 def write_report(path: Path) -> Path:
-    """Draw the report of the run in that folder; the page replaces the old one in one move, and
-    the ledger is told, as a seal vouches for no file that it does not know of."""
+    """Draw the report of the run in that folder; the page replaces the old one in one move."""
     write_bytes(path / "report.html", page(read_run(path)).encode())
-    note_pages(RunFolder(path), "report.html")
     return path / "report.html"
 
 
@@ -69,8 +65,9 @@ def page(run: RunRecord) -> str:
     return document(
         title,
         f"<p class='lead'>{escape(_teller(run).lead(run))}</p>"
-        + "".join(warning(sentence) for sentence in (*run.not_private, *run.behind_ledger()))
+        + "".join(warning(sentence) for sentence in run.not_private)
         + _cards(run)
+        + ("" if run.statement["participation_checked"] else warning(UNCHECKED))
         + ("" if run.not_private else _meaning(run))
         + _figures(run)
         + _statement(run)

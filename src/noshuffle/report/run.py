@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-import sqlite3
-from collections.abc import Iterator
-from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -13,15 +10,13 @@ from typing import Any
 import numpy as np
 
 from noshuffle.accounting.tradeoff import from_curve, gaussian_tradeoff
-from noshuffle.errors import InvalidInput
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
+from noshuffle.plan.statement import voids
 from noshuffle.release.files import read_json
 from noshuffle.release.folder import RunFolder
-from noshuffle.release.ledger_tables import Evidence
-from noshuffle.release.other_folders import not_a_run
+from noshuffle.release.history import History
 from noshuffle.release.spending import ADAPTIVE_CLIP, Ancestor
-from noshuffle.statement import voids
 
 #: Scores on held-out data by their names in metrics.jsonl, in words.
 SCORES = {"test_accuracy": "Accuracy", "test_error": "The error"}
@@ -29,18 +24,21 @@ SCORES = {"test_accuracy": "Accuracy", "test_error": "The error"}
 
 @dataclass(frozen=True)
 class RunRecord:
-    """A run folder in memory. `evaluations` are rows of metrics.jsonl with a step in them."""
+    """A run folder in memory. `evaluations` are rows of metrics.jsonl with a step in them.
+
+    `statement` is what follows from the log as it is now; statement.json may be older.
+    """
 
     path: Path
     plan: Plan
     statement: dict[str, Any]
+    #: Steps that the statement covers.
+    released: int
     config: dict[str, Any]
     evaluations: tuple[dict[str, Any], ...]
     summary: dict[str, Any]
     #: What `noshuffle audit --save` left in the folder; empty where nobody asked.
     audit: dict[str, Any] = field(default_factory=dict)
-    #: Steps in the ledger; None where it is not there, or being written.
-    ledger_steps: int | None = None
     #: The runs that it was forked from, which its statement counts and its plan does not.
     ancestors: tuple[Ancestor, ...] = ()
 
@@ -48,11 +46,6 @@ class RunRecord:
     def not_private(self) -> tuple[str, ...]:
         """Why no ε holds, where the statement says so."""
         return voids(self.statement.get("assumptions", ()))
-
-    @property
-    def released(self) -> int:
-        """Steps that the statement covers; folders of before 0.2 have the whole run."""
-        return int(self.statement.get("released_steps", self.plan.steps))
 
     @property
     def charged(self) -> int:
@@ -86,15 +79,6 @@ class RunRecord:
             return f"{self.released} {of}"
         return f"{self.released} of {self.plan.steps} {of}"
 
-    def behind_ledger(self) -> Iterator[str]:
-        """What to say where the ledger has steps that the statement does not cover yet."""
-        if self.ledger_steps is not None and self.ledger_steps > self.released:
-            yield (
-                f"The ledger has {self.ledger_steps} steps, the statement covers {self.released}: "
-                "the run goes on, or was cut off between two checkpoints. ε and the figures here "
-                "are those of the statement; resume the run to bring them up to date."
-            )
-
     @property
     def has_counts(self) -> bool:
         """Whether counts of norms are paid for: then ε is that of the whole plan from step 1 on."""
@@ -125,12 +109,9 @@ class RunRecord:
 
 
 def read_run(path: Path) -> RunRecord:
-    """The run in that folder; a folder without a plan and a statement is refused."""
+    """The run in that folder; a folder without a plan and a log is refused."""
     folder = RunFolder(path)
-    if not folder.plan_file.is_file():
-        raise InvalidInput(not_a_run(path))
-    if not folder.statement_file.is_file():
-        raise InvalidInput(f"{path} has no statement.json yet: a run writes it when it is saved")
+    history = History.read(folder)
     rows: dict[tuple[str, Any], dict[str, Any]] = {}
     for row in folder.metrics():
         key = (row.get("kind", "evaluation"), row.get("step"))
@@ -138,24 +119,15 @@ def read_run(path: Path) -> RunRecord:
         rows[key] = row
     return RunRecord(
         path=path,
-        plan=folder.plan(),
-        statement=_object(folder.statement_file),
+        plan=history.plan,
+        statement=history.statement().to_dict(),
+        released=history.steps,
         config=_object(folder.config_file),
         evaluations=tuple(row for (kind, _), row in rows.items() if kind == "evaluation"),
         summary=next((row for (kind, _), row in reversed(rows.items()) if kind == "summary"), {}),
         audit=_object(path / "audit.json"),
-        ledger_steps=_ledger_steps(folder),
-        ancestors=tuple(one for one in folder.ancestors() if one.released),
+        ancestors=tuple(one for one in history.ancestors() if one.released),
     )
-
-
-def _ledger_steps(folder: RunFolder) -> int | None:
-    try:
-        with closing(Evidence(folder.ledger_file)) as ledger:
-            (last,) = ledger.db.execute("SELECT MAX(step) FROM steps").fetchone()
-    except (OSError, sqlite3.Error):
-        return None
-    return None if last is None else int(last) + 1
 
 
 def _object(path: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from noshuffle.strategies import Strategy, error, identity
 from noshuffle.strategies.fit import fit
 
 if TYPE_CHECKING:
-    from noshuffle.comparison import MechanismRow
+    from noshuffle.plan.comparison import PlanRow
 
 FACTORS = (0.25, 0.5, 1, 2, 4, 8)
 #: Lines of a picture: the best mechanism, then those that people know, where they were asked for.
@@ -30,7 +30,7 @@ KNOWN = ("blt", "banded", "tree", "identity")
 _COLOURS = ("#0b6e99", "#6a4c93", "#4a8c5c", "#c8553d", "#7b8794")
 
 
-def _few(rows: Sequence[MechanismRow]) -> list[MechanismRow]:
+def _few(rows: Sequence[PlanRow]) -> list[PlanRow]:
     """The best row and those of `KNOWN`; the table has the others."""
     chosen = [row for row in rows[1:] if row.name in KNOWN]
     return [rows[0], *(chosen or rows[1 : len(_COLOURS)])]
@@ -84,7 +84,7 @@ def _ticks_written_out() -> Any:
 
 
 def draw_plan(
-    path: Path, rows: Sequence[MechanismRow], *, population: int | None, batch_size: int | None
+    path: Path, rows: Sequence[PlanRow], *, population: int | None, batch_size: int | None
 ) -> None:
     """Write both pictures into one file (PNG, SVG or PDF by its suffix)."""
     from matplotlib.figure import Figure  # not pyplot: its backend is the user's

@@ -24,7 +24,7 @@ def lead(run: RunRecord) -> str:
 
 def _steps(run: RunRecord) -> int:
     """The planned steps; of a run without an end, those that were released."""
-    told = max(1, int(run.statement.get("released_steps") or 0))
+    told = max(1, run.released)
     return told if run.plan.steps == OPEN else run.plan.steps
 
 
@@ -67,7 +67,7 @@ def _privacy(run: RunRecord) -> Iterator[plots.Figure]:
 
 def _row_norms(strategy: Strategy, n: int) -> Any:
     """‖row t of C⁻¹‖ for every step: how long the noise of a step is for unit draws."""
-    if isinstance(strategy, ToeplitzStrategy):
+    if isinstance(strategy, ToeplitzStrategy) and not strategy.has_draw_gains:
         squares = np.cumsum(strategy.noising_coefficients(n) ** 2)
         return np.sqrt(squares) / strategy.gain_values(n)
     return np.linalg.norm(strategy.noising(n), axis=1)

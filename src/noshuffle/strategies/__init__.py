@@ -15,7 +15,7 @@ import sys
 from types import ModuleType
 
 from noshuffle.strategies.base import Strategy, column_normalized
-from noshuffle.strategies.blt import blt
+from noshuffle.strategies.blt import blt, two_sided
 from noshuffle.strategies.custom import register
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.error import error
@@ -24,7 +24,6 @@ from noshuffle.strategies.registry import from_dict
 from noshuffle.strategies.sensitivity import prefix_sensitivity, sensitivity
 from noshuffle.strategies.toeplitz import banded, banded_inverse, sqrt_toeplitz
 from noshuffle.strategies.tree import tree
-from noshuffle.strategies.two_sided import two_sided
 from noshuffle.strategies.workload import Workload, momentum, prefix
 
 __all__ = [

@@ -9,11 +9,13 @@ C⁻¹Z to the gradient of step t (Denisov et al. 2022, arXiv 2202.08312). It is
 
 A Toeplitz strategy is  C = T(c)·diag(g):  one sequence of coefficients, c_i on the i-th diagonal,
 and optional gains g, given one by one, or as `normalized=n`: every column of the n × n matrix gets
-norm one (Henzinger–Upadhyay, arXiv 2509.14334), which is worth it for a single participation.
+norm one (Henzinger–Upadhyay, arXiv 2509.14334), which is worth it for a single participation. With
+draw gains a it is C = diag(a)·T(c)·diag(g), for which nothing holds that is proved for a = 1.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
@@ -107,7 +109,10 @@ def reciprocal(c: Array, n: int) -> Array:
 
 @dataclass(frozen=True, kw_only=True)
 class ToeplitzStrategy(Strategy):
-    """C = T(c)·diag(g). Subclasses give `coefficients`, `noising_coefficients` and `recipe`."""
+    """C = diag(a)·T(c)·diag(g), a = 1 unless `has_draw_gains`.
+
+    Subclasses give `coefficients`, `noising_coefficients` and `recipe`.
+    """
 
     gains: tuple[float, ...] = ()
     normalized: int = 0
@@ -142,25 +147,42 @@ class ToeplitzStrategy(Strategy):
             return leading_gains(1.0 / norms, n)
         return np.ones(n)
 
+    @property
+    def has_draw_gains(self) -> bool:
+        return False
+
+    def draw_gain_values(self, n: int) -> Array:
+        """a_0 … a_{n−1}: what the draws are divided by."""
+        return np.ones(n)
+
     def step_scale(self, n: int) -> tuple[float, ...]:
         """1 / g_t, or nothing when there are no gains: what recipes carry."""
         return tuple(1.0 / self.gain_values(n)) if self.has_gains else ()
 
     def encoder(self, n: int) -> Array:
         dense_size(n)
-        return lower_toeplitz(self.coefficients(n)) * self.gain_values(n)
+        scaled = self.draw_gain_values(n)[:, None] * lower_toeplitz(self.coefficients(n))
+        return np.asarray(scaled * self.gain_values(n), dtype=np.float64)
 
     def noising(self, n: int) -> Array:
         dense_size(n)
         inverse = lower_toeplitz(self.noising_coefficients(n))
-        return np.asarray(inverse / self.gain_values(n)[:, None], dtype=np.float64)
+        scaled = inverse / self.gain_values(n)[:, None] / self.draw_gain_values(n)
+        return np.asarray(scaled, dtype=np.float64)
+
+    def noising_rows(self, n: int) -> Iterator[Array]:
+        """The rows of `noising(n)`, each up to its diagonal, without the matrix."""
+        gains, scale = self.gain_values(n).tolist(), 1.0 / self.draw_gain_values(n)
+        backwards = np.ascontiguousarray(self.noising_coefficients(n)[::-1])
+        for t, gain in enumerate(gains):
+            yield backwards[n - 1 - t :] * scale[: t + 1] / gain
 
 
 def column_normalized(strategy: Strategy, steps: int) -> Strategy:
     """The same strategy with every column of its steps × steps matrix scaled to norm one."""
     whole(steps=steps)
     instance_of(Strategy, strategy=strategy)
-    if not isinstance(strategy, ToeplitzStrategy):
+    if not isinstance(strategy, ToeplitzStrategy) or strategy.has_draw_gains:
         raise Unsupported(
             f"column normalisation is built in for Toeplitz strategies, got {strategy.name!r}"
         )

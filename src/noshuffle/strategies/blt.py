@@ -1,4 +1,4 @@
-"""Buffered linear Toeplitz noise (BLT), with taps at the epoch lag.
+"""Buffered linear Toeplitz noise (BLT), with taps at the epoch lag and gains on both sides.
 
     C(x) = C_BLT(x) / S(x^b),   C_BLT(x) = 1 + Σ_j ω_j x / (1 − θ_j x),   S(y) = 1 + Σ_i s_i y^i
 
@@ -9,11 +9,26 @@ The noise of a run is N_BLT(x)·S(x^b): one buffer per decay, fed with the draw 
 s_i times the draw of i epochs (b steps each) ago, which is drawn again and not stored. Taps make
 the columns that one unit touches in different epochs nearly orthogonal, at no memory.
 
+Two scalars per step, one on what is released and one on what is drawn, give
+
+    C = diag(a)·T(c)·diag(g),      C⁻¹Z = diag(1/g)·T(1/c)·diag(1/a)·Z
+
+with gains g > 0 and draw gains a > 0: z_r enters the filter as z_r / a_r, at its own step and at
+every tap, and the noise of step t is divided by g_t. Gains alone can only reweigh the columns of C
+(Henzinger–Upadhyay, arXiv 2509.14334); together with draw gains all rows and columns of the
+filter's matrix are free in scale, which comes close to the best matrix there is, for no memory
+beyond the buffers of the filter. Such a record is named "blt_two_sided".
+
 >>> strategy = blt(decays=(0.9, 0.4), scales=(0.2, 0.1))
 >>> strategy.coefficients(4).round(4)
 array([1.   , 0.3  , 0.22 , 0.178])
 >>> bool(np.allclose(strategy.noising(5) @ strategy.encoder(5), np.eye(5)))
 True
+>>> strategy = two_sided((0.5,), (0.3,), gains=(1.0, 1.0, 2.0), draw_gains=(1.0, 3.0, 1.0))
+>>> strategy.encoder(3)
+array([[1.  , 0.  , 0.  ],
+       [0.9 , 3.  , 0.  ],
+       [0.15, 0.3 , 2.  ]])
 """
 
 from __future__ import annotations
@@ -26,7 +41,7 @@ from typing import ClassVar
 import numpy as np
 
 from noshuffle.errors import InvalidInput, Unsupported, number_tuple, whole
-from noshuffle.strategies.base import ToeplitzStrategy
+from noshuffle.strategies.base import ToeplitzStrategy, leading_gains
 from noshuffle.strategies.recipe import Array, Buffered, Recipe
 
 #: A handful of numbers, as a caller has them.
@@ -38,25 +53,27 @@ MAX_TAP_GROWTH = 1.5
 
 @dataclass(frozen=True)
 class Blt(ToeplitzStrategy):
-    """C = T(C_BLT(x) / S(x^lag))·diag(g); decays are sorted from slow to fast.
+    """C = diag(a)·T(C_BLT(x) / S(x^lag))·diag(g); decays are sorted from slow to fast.
 
     Accepted are decays 0 <= θ < 1, all different, and scales ω > 0 for which every decay θ̂ of the
     inverse lies in (−1, 1): the noise then dies out. This holds exactly when Σ ω_j / (1 + θ_j) < 1
     (the fits always give the stronger Σ ω_j / θ_j <= 1, i.e. θ̂ >= 0).
     Taps are accepted when the coefficients of 1 / S grow by at most the factor MAX_TAP_GROWTH per
     epoch. Growth is no privacy matter, the sensitivity is that of the finite matrix; but a C that
-    grows for many epochs would lose its digits.
+    grows for many epochs would lose its digits. Draw gains come with as many gains, and a run is at
+    most that long.
     """
 
     decays: tuple[float, ...] = ()
     scales: tuple[float, ...] = ()
     taps: tuple[float, ...] = ()
     lag: int = 0
+    draw_gains: tuple[float, ...] = ()
     name: ClassVar[str] = "blt"
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for field in ("decays", "scales", "taps"):
+        for field in ("decays", "scales", "taps", "draw_gains"):
             object.__setattr__(self, field, number_tuple(**{field: getattr(self, field)}))
         if len(self.decays) != len(self.scales) or not self.decays:
             raise InvalidInput(
@@ -82,6 +99,22 @@ class Blt(ToeplitzStrategy):
             _check_taps(self.taps)
         elif self.lag:
             raise InvalidInput(f"lag is the distance of taps; got lag={self.lag} without taps")
+        if not all(0 < a < np.inf for a in self.draw_gains):
+            raise InvalidInput("draw_gains must be finite numbers > 0; got one that is not")
+        if self.draw_gains:
+            object.__setattr__(self, "name", "blt_two_sided")
+            if len(self.gains) != len(self.draw_gains):
+                raise InvalidInput(
+                    "a two-sided blt needs one gain and one draw gain per step, got "
+                    f"{len(self.gains)} gains and {len(self.draw_gains)} draw gains"
+                )
+
+    @property
+    def has_draw_gains(self) -> bool:
+        return bool(self.draw_gains)
+
+    def draw_gain_values(self, n: int) -> Array:
+        return leading_gains(self.draw_gains, n) if self.draw_gains else np.ones(n)
 
     def coefficients(self, n: int) -> Array:
         plain = _impulse_response(np.asarray(self.decays), np.asarray(self.scales), n)
@@ -112,6 +145,7 @@ class Blt(ToeplitzStrategy):
             scales=tuple(map(float, scales)),
             taps=((0, 1.0), *taps),
             scale=self.step_scale(n),
+            draw_scale=tuple((1.0 / self.draw_gain_values(n)).tolist()) if self.draw_gains else (),
         )
 
     def buffers(self, n: int) -> int:
@@ -122,7 +156,8 @@ class Blt(ToeplitzStrategy):
         text = f"buffered linear Toeplitz noise with {d} buffer{'s' * (d > 1)}"
         if p:
             text += f" and {p} tap{'s' * (p > 1)} every {self.lag} steps"
-        return text + (", one gain per step" if self.has_gains else "")
+        text += ", one gain per step" if self.has_gains else ""
+        return text + (" and one per draw" if self.draw_gains else "")
 
 
 def _check_taps(taps: tuple[float, ...]) -> None:
@@ -225,6 +260,18 @@ def scales_from_poles(decays: Numbers, inverse_decays: Numbers) -> Array:
 
 #: Buffered linear Toeplitz noise from the encoder's decays θ and scales ω.
 blt = Blt
+
+
+def two_sided(
+    decays: Numbers,
+    scales: Numbers,
+    taps: Numbers = (),
+    lag: int = 0,
+    gains: Numbers = (),
+    draw_gains: Numbers = (),
+) -> Blt:
+    """BLT noise with the gains g of the steps and the gains a of the draws."""
+    return Blt(decays, scales, taps, lag, draw_gains, gains=gains)  # type: ignore[arg-type]
 
 
 def blt_from_poles(

@@ -1,15 +1,11 @@
-"""Custom mechanisms: `register` gives one a name, `check_custom` compares its parts.
+"""Custom mechanisms: `register` gives one a name, `check_custom` holds its recipe to its encoder.
 
 ε comes from `encoder` or `noising`, the noise from `recipe`; nothing but a comparison ties them
-together. For every strategy that is not built in (those are covered by the contract suite):
-
-    recipe       streamed through random draws over the whole run, and through unit draws over its
-                 first steps, must give the noise of `noising`
-    encoder      noising · encoder = identity; a square encoder is lower triangular
-    Toeplitz     encoder = T(coefficients)·diag(gains), from which the sensitivity is computed
-
-Two linear maps that agree on random draws are equal with probability one, so the run is checked in
-full whatever its length; matrices are compared for the first 128 steps of a longer run.
+together. A strategy that is not built in (those are covered by the contract suite) is refused
+unless C and C⁻¹ are square and lower triangular with no zero on the diagonal, so that every step
+has a draw of its own, and random draws streamed through the recipe give the noise of C⁻¹ over the
+whole run. Two linear maps that agree on random draws are equal with probability one. Matrices are
+compared for the first 128 steps of a longer run.
 
 >>> from noshuffle.strategies.toeplitz import sqrt_toeplitz
 >>> check_custom(sqrt_toeplitz(), 10**6)          # built in: nothing to do
@@ -51,40 +47,47 @@ def check_custom(strategy: Strategy, steps: int) -> None:
 
 @lru_cache(maxsize=64)
 def _check(strategy: Strategy, n: int) -> None:
+    is_toeplitz = isinstance(strategy, ToeplitzStrategy)
     lead = min(n, LEADING_STEPS)
     C, N = strategy.encoder(lead), strategy.noising(lead)
-    if C.shape[1] != lead or N.shape != C.T.shape:
-        raise _contradiction(strategy, f"noising({lead}) is {N.shape}, encoder is {C.shape}")
+    _refuse_if_not_triangular(strategy, C, N)
     _compare(strategy, N @ C, np.eye(lead), f"noising({lead}) @ encoder({lead})", "the identity")
-    if C.shape[0] == lead and (np.triu(C, 1).any() or not np.all(np.diagonal(C))):
-        raise _contradiction(
-            strategy, "its square encoder is not lower triangular with a non-zero diagonal"
-        )
-    leading = strategy.recipe(lead)
-    units = stream(leading, np.eye(rows(leading, lead)), steps=lead)
-    _compare(strategy, units, N, f"recipe({lead})", f"noising({lead})")
-    if n > OWN_STEPS and not isinstance(strategy, ToeplitzStrategy):
+    if n > OWN_STEPS and not is_toeplitz:
         return  # refused by `sensitivity`, which has no proof for such a run
-    draws = np.random.default_rng(20211).normal(size=(rows(strategy.recipe(n), n), 2))
-    noise = stream(strategy.recipe(n), draws, steps=n)
+    recipe = strategy.recipe(n)
+    if rows(recipe, n) != n:
+        raise _contradiction(strategy, f"its recipe reads {rows(recipe, n)} draws in {n} steps")
+    draws = np.random.default_rng(20211).normal(size=(n, 2))
+    noise = stream(recipe, draws, steps=n)
     if isinstance(strategy, ToeplitzStrategy):
         stated = ToeplitzStrategy.encoder(strategy, lead)
-        _compare(strategy, C, stated, f"encoder({lead})", "T(coefficients)·diag(gains)")
-        if len(draws) != n:
-            raise _contradiction(strategy, f"its recipe reads {len(draws)} draws in {n} steps")
+        _compare(strategy, C, stated, f"encoder({lead})", "diag(a)·T(coefficients)·diag(g)")
         c, scaled = strategy.coefficients(n), noise * strategy.gain_values(n)[:, None]
         back = np.stack([convolve(c, column, n) for column in scaled.T], axis=1)
+        back *= strategy.draw_gain_values(n)[:, None]
         _compare(strategy, back, draws, f"encoder({n}) @ noise of the recipe", "its draws")
     else:
-        _compare(strategy, noise, strategy.noising(n) @ draws, f"recipe({n})", f"noising({n})")
+        N = strategy.noising(n)
+        _refuse_if_not_triangular(strategy, N)
+        _compare(strategy, noise, N @ draws, f"recipe({n})", f"noising({n})")
+
+
+def _refuse_if_not_triangular(strategy: Strategy, *matrices: Array) -> None:
+    for matrix in matrices:
+        is_square = matrix.shape[0] == matrix.shape[1]
+        if not is_square or np.triu(matrix, 1).any() or not np.all(np.diagonal(matrix)):
+            raise _contradiction(
+                strategy,
+                "C and C⁻¹ must be square and lower triangular with no zero on the diagonal, so "
+                "that every step has a draw of its own",
+            )
 
 
 def _compare(strategy: Strategy, got: Array, wanted: Array, what: str, other: str) -> None:
     """Equal up to rounding, or refused with the first step that differs."""
     if got.shape != wanted.shape:
         raise _contradiction(strategy, f"{what} is {got.shape}, {other} is {wanted.shape}")
-    size = max(1.0, float(np.abs(wanted).max()))
-    is_off = ~(np.abs(got - wanted) <= TOLERANCE * size)
+    is_off = ~(np.abs(got - wanted) <= TOLERANCE * max(1.0, float(np.abs(wanted).max())))
     if is_off.any():
         step = int(np.flatnonzero(is_off.any(axis=1))[0])
         raise _contradiction(strategy, f"{what} differs from {other} at step {step}")

@@ -20,7 +20,7 @@ array([1.        , 1.41421356, 1.73205081, 2.        ])
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -32,7 +32,6 @@ from noshuffle.strategies.recipe import Array, Forest, forest_blocks, node_weigh
 from noshuffle.strategies.recursions import decaying
 from noshuffle.strategies.sensitivity import MAX_COEFFICIENTS
 from noshuffle.strategies.tree import Tree
-from noshuffle.strategies.two_sided import TwoSidedBlt
 from noshuffle.strategies.workload import Workload, checked_workload, prefix
 
 #: Longest run of a Toeplitz strategy whose error is computed row by row, and of a tree.
@@ -71,22 +70,18 @@ def error(strategy: Strategy, steps: int, *, workload: Workload | None = None) -
 
 def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
     """‖B_t‖² for every step, by the cheapest exact way there is."""
-    if isinstance(strategy, Blt | TwoSidedBlt) and not strategy.taps and not workload.beta:
+    if isinstance(strategy, Blt) and not strategy.taps and not workload.beta:
         return buffered_squared(strategy, workload.rates(n))
-    if isinstance(strategy, ToeplitzStrategy | TwoSidedBlt):
-        if isinstance(strategy, TwoSidedBlt):
-            rows = strategy.noising_rows(n)
-        elif workload.is_toeplitz and not strategy.has_gains:
+    if isinstance(strategy, ToeplitzStrategy):
+        if workload.is_toeplitz and not strategy.has_gains:
             b = workload.apply(strategy.noising_coefficients(n))
             return np.asarray(np.cumsum(b * b), dtype=np.float64)
-        else:
-            rows = _toeplitz_rows(strategy, n)
         if n > ROW_STEPS:
             raise Unsupported(
                 f"the error with gains or a schedule is computed for at most {ROW_STEPS:,} "
                 f"steps, got {n:,}; compare on a shorter run, or without gains and schedule"
             )
-        return _by_rows(rows, n, workload, n)
+        return _by_rows(strategy.noising_rows(n), n, workload, n)
     if isinstance(strategy, Tree) and workload == prefix():
         return np.asarray(strategy.prefix_variance(n), dtype=np.float64)
     if isinstance(strategy, Tree) and strategy.variant != "full" and n <= TREE_STEPS:
@@ -102,7 +97,7 @@ def _squared(strategy: Strategy, n: int, workload: Workload) -> Array:
     return _by_rows(matrix, matrix.shape[1], workload, n)
 
 
-def buffered_squared(strategy: Blt | TwoSidedBlt, rates: Array) -> Array:
+def buffered_squared(strategy: Blt, rates: Array) -> Array:
     """‖B_t‖² for C⁻¹ = diag(1/g)·T(δ + Σ_j ω_j x/(1−θ_j x))·diag(1/a) under prefix sums, in O(n).
 
     With v_r = 1/a_r² the step's noise m_t = z_t + Σ_j ω_j y_j and buffers y_j ← θ_j y_j + z_t,
@@ -115,12 +110,9 @@ def buffered_squared(strategy: Blt | TwoSidedBlt, rates: Array) -> Array:
     each a recursion of first order.
     """
     n = len(rates)
-    core = strategy.core if isinstance(strategy, TwoSidedBlt) else strategy
-    decays, scales = inverse_parameters(core.decays, core.scales)
+    decays, scales = inverse_parameters(strategy.decays, strategy.scales)
     d = rates / strategy.gain_values(n)
-    v = np.ones(n)
-    if isinstance(strategy, TwoSidedBlt):
-        v = 1.0 / strategy.draw_gain_values(n) ** 2
+    v = 1.0 / strategy.draw_gain_values(n) ** 2
 
     def before(source: Array, decay: float) -> Array:
         """x(t) of x(t+1) = decay·x(t) + source(t), x(0) = 0."""
@@ -152,13 +144,6 @@ def _by_rows(rows: Iterable[Array], width: int, workload: Workload, n: int) -> A
             total[: len(row)] += rates[t] * row
         out[t] = total @ total
     return out
-
-
-def _toeplitz_rows(strategy: ToeplitzStrategy, n: int) -> Iterator[Array]:
-    """Row t is d_t, d_{t−1}, …, d_0, divided by its gain."""
-    backwards = np.ascontiguousarray(strategy.noising_coefficients(n)[::-1])
-    for t, gain in enumerate(strategy.gain_values(n).tolist()):
-        yield backwards[n - 1 - t :] / gain
 
 
 #: Places of B, m, P and of the node that is being merged; the stack lies behind them.

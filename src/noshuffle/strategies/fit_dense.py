@@ -1,11 +1,15 @@
 """The best strategy among all matrices, for small runs: the reference the others are held to.
 
 One participation (Denisov et al., arXiv 2202.08312): minimize tr(AᵀA X⁻¹) over X = CᵀC with
-diag X <= 1. The dual weights q of `lower_bound.solve_single` give
+diag X <= 1. For weights q >= 0, Σ q = 1, and Q = diag(q) Cauchy–Schwarz certifies
+
+    n·rms²·sensitivity² >= tr(AᵀA X⁻¹)·tr(Q X) >= ‖A Q^{1/2}‖²_tr       for every C.
+
+It is raised by q ← q·(diag X)^1.6 (a power of one is the fixed point of the paper), with
 
     X = Q^{−1/2} (Q^{1/2} AᵀA Q^{1/2})^{1/2} Q^{−1/2},
 
-here scaled to unit diagonal, and a certificate of how far it can be from the optimum.
+which, scaled to unit diagonal, is the strategy.
 
 Several participations: columns that one unit may meet together are kept orthogonal,
 
@@ -26,19 +30,27 @@ optimum.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from noshuffle.errors import InvalidInput, Unsupported, positive
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.fit_banded import fit_banded
-from noshuffle.strategies.fit_forms import WALL, Fit, cost, descend
-from noshuffle.strategies.lower_bound import checked_layout, solve_single
+from noshuffle.strategies.fit_forms import WALL, Fit, FitLayout, coarser, cost, descend, layout
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.toeplitz import sqrt_toeplitz
 from noshuffle.strategies.workload import Workload, prefix
+
+#: Largest run for one participation, and for several.
+SINGLE_STEPS = 4096
+SEVERAL_STEPS = 512
+#: Over-relaxation of the fixed point; one would be the plain iteration.
+POWER = 1.6
 
 
 @dataclass(frozen=True)
@@ -71,7 +83,7 @@ def fit_dense(
     participations) of the workload. At most 4096 steps for one participation, 512 for several.
     """
     workload = workload or prefix()
-    n, separation, most = checked_layout(participation, workload, tolerance=tolerance)
+    n, separation, most = _checked_layout(participation, workload, tolerance=tolerance)
     root = sqrt_toeplitz(min(separation, n), momentum=workload.beta)
     start = cost(root, participation, workload=workload, objective="rms")
     if most == 1:
@@ -90,6 +102,79 @@ def fit_dense(
         found, reached = dense(root.encoder(n)), start
     converged = reached <= bound * (1 + tolerance)
     return CertifiedFit(found, reached, converged, iterations, start, bound)
+
+
+class Dual(NamedTuple):
+    """One diagonal certificate: weights q, eigenvectors and roots of (Q^{1/2}AᵀAQ^{1/2})^{1/2}."""
+
+    weights: Array
+    vectors: Array
+    roots: Array
+    diagonal: Array
+    bound: float
+
+
+def _dual_step(A: Array, weights: Array) -> Dual:
+    """The certificate of the given weights, and diag X of the strategy that goes with it."""
+    from scipy.linalg import eigh
+
+    q = weights / weights.sum()
+    scaled = A * np.sqrt(q)
+    values, vectors = eigh(scaled.T @ scaled, check_finite=False, driver="evd")
+    slack = 4 * len(values) * np.finfo(np.float64).eps * values[-1]
+    safe = float(np.sqrt(np.maximum(values - slack, 0.0)).sum())  # rounding cannot inflate it
+    roots = np.sqrt(np.maximum(values, slack))  # never zero: they are divided by
+    return Dual(q, vectors, roots, (vectors**2 @ roots) / q, safe / math.sqrt(len(q)))
+
+
+def _normalized_rms(A: Array, dual: Dual) -> float:
+    """rms error of the dual's X scaled to unit diagonal: what can be had, with sensitivity one."""
+    scale = np.sqrt(dual.weights * dual.diagonal)
+    columns = A @ (scale[:, None] * dual.vectors)
+    return float(np.sqrt((np.einsum("ij,ij->j", columns, columns) / dual.roots).sum() / len(A)))
+
+
+def solve_single(
+    n: int, *, workload: Workload, tolerance: float, most: int = 100
+) -> tuple[Dual, float, int]:
+    """Weights for one participation with upper / lower <= 1 + tolerance: (dual, upper, steps).
+
+    Long runs start from the weights of a run a quarter as long. Returns after `most` steps with
+    what there is; both numbers are valid bounds at any step.
+    """
+    weights = np.ones(n)
+    if n >= 64:
+        short, _, _ = solve_single(
+            n // 4, workload=coarser(workload, n, size=n // 4), tolerance=tolerance, most=most
+        )
+        place = (np.arange(n) + 0.5) / n
+        weights = np.interp(place, (np.arange(n // 4) + 0.5) / (n // 4), short.weights)
+    A = workload.matrix(n)
+    step = 0
+    while True:
+        dual = _dual_step(A, weights)
+        upper = _normalized_rms(A, dual)
+        step += 1
+        if upper <= dual.bound * (1 + tolerance) or step == most:
+            return dual, upper, step
+        weights = dual.weights * (dual.diagonal / dual.diagonal.max()) ** POWER
+
+
+def _checked_layout(
+    participation: Participation, workload: Workload, *, tolerance: float
+) -> FitLayout:
+    """The layout of a run that is short enough, in which every step counts."""
+    positive(tolerance=tolerance)
+    found = layout(participation)
+    limit = SINGLE_STEPS if found.most == 1 else SEVERAL_STEPS
+    if found.steps > limit:
+        raise Unsupported(
+            f"dense optima are computed for at most {limit} steps here, got "
+            f"{found.steps}; use a BLT or a banded strategy"
+        )
+    if not np.all(workload.rates(found.steps) > 0):
+        raise InvalidInput("dense fits need learning rates > 0; got one that is zero")
+    return found
 
 
 def _masked(

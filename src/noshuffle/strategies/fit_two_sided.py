@@ -20,13 +20,13 @@ import numpy as np
 
 from noshuffle.errors import Unsupported, one_of
 from noshuffle.participation import Participation
-from noshuffle.strategies.blt import Blt
+from noshuffle.strategies.blt import Blt, two_sided
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
 from noshuffle.strategies.fit_blt import check_gains, fit_blt
 from noshuffle.strategies.fit_forms import Fit, cost, layout
 from noshuffle.strategies.fit_gains import search_gains
 from noshuffle.strategies.recipe import Array
-from noshuffle.strategies.two_sided import TwoSidedBlt, class_sizes, from_one_sided
+from noshuffle.strategies.two_sided_sensitivity import class_sizes
 from noshuffle.strategies.workload import Workload, prefix
 
 #: Longest run, and largest steps × epochs (which memory grows with), that is fitted.
@@ -63,7 +63,7 @@ def fit_two_sided(
     assert isinstance(start, Blt)
     rates = workload.rates(n)
 
-    def measured(strategy: TwoSidedBlt) -> float:
+    def measured(strategy: Blt) -> float:
         return cost(strategy, participation, workload=workload, objective="rms")
 
     log_gains = np.log(start.gain_values(n))
@@ -71,7 +71,8 @@ def fit_two_sided(
     starts = [(log_gains - log_gains.mean(), begin)]
     if len(start.decays) < buffers:  # cancelled there, but perhaps of use here
         starts.append((np.zeros(n), spaced(buffers, 0.3 * k / n, 0.6)))
-    best = from_one_sided(start, steps=n)
+    filter_ = start.decays, start.scales, start.taps, start.lag
+    best = two_sided(*filter_, start.gain_values(n), np.ones(n))
     value, converged, iterations = measured(best), one_sided.converged, one_sided.iterations
     for first, u in starts:
         found = search_gains(
@@ -105,7 +106,7 @@ def check_two_sided(participation: Participation, workload: Workload) -> None:
     check_gains(participation, workload)
 
 
-def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> TwoSidedBlt:
+def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> Blt:
     """The strategy at a point, every place of an epoch with sensitivity one."""
     log_gains, log_weights = gains
     n = len(log_gains)
@@ -114,4 +115,4 @@ def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> T
     g = np.exp(log_gains)
     squared, _ = class_sizes(core.coefficients(n), a, g, epochs=epochs)
     g /= np.tile(np.sqrt(squared), epochs)
-    return TwoSidedBlt(core.decays, core.scales, core.taps, core.lag, tuple(g), tuple(a))
+    return two_sided(core.decays, core.scales, core.taps, core.lag, g, a)

@@ -20,7 +20,6 @@ from noshuffle.participation import BallsInBins
 from noshuffle.strategies.base import Strategy, ToeplitzStrategy
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.recipe import Array
-from noshuffle.strategies.two_sided import TwoSidedBlt
 
 #: Most entries of the shifts, and of an encoder that has no Toeplitz form.
 MOST_ENTRIES = 2**26
@@ -29,7 +28,7 @@ MOST_ENTRIES = 2**26
 def shifts(strategy: Strategy, part: BallsInBins, steps: int) -> Array:
     """m_j as columns, for the first `steps` rows of the noise."""
     b = part.steps_per_epoch
-    if not isinstance(strategy, ToeplitzStrategy | TwoSidedBlt | Dense):
+    if not isinstance(strategy, ToeplitzStrategy | Dense):
         raise Unsupported(
             "secret positions are accounted for built-in strategies with a square encoder, got "
             f"{strategy.name!r}; use blt or banded"

@@ -12,14 +12,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from noshuffle.errors import InvalidInput
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.strategies.base import Strategy
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.dense import Dense
 from noshuffle.strategies.identity import Identity, ReleaseSums
 from noshuffle.strategies.toeplitz import Banded, BandedInverse, SqrtToeplitz
 from noshuffle.strategies.tree import Tree
-from noshuffle.strategies.two_sided import TwoSidedBlt
 
 _BUILT_IN: tuple[type[Strategy], ...] = (
     Identity,
@@ -29,11 +28,11 @@ _BUILT_IN: tuple[type[Strategy], ...] = (
     Banded,
     BandedInverse,
     Blt,
-    TwoSidedBlt,
     Dense,
 )
 
 _CLASSES: dict[str, type[Strategy]] = {cls.name: cls for cls in _BUILT_IN}
+_CLASSES["blt_two_sided"] = Blt
 
 
 def is_built_in(strategy: Strategy) -> bool:
@@ -64,19 +63,24 @@ def from_dict(record: dict[str, Any]) -> Strategy:
         raise InvalidInput(f"a strategy record must be a mapping, got {type(record).__name__}")
     values = dict(record)
     name = values.pop("name", None)
+    if not isinstance(name, str):
+        raise InvalidInput(f"strategy name must be one of {', '.join(_CLASSES)}; got {name!r}")
     if name not in _CLASSES:
-        raise InvalidInput(
-            f"strategy name must be one of {', '.join(_CLASSES)}; got {name!r}; one of your own is "
-            "made known by noshuffle.strategies.register"
+        raise Unsupported(
+            f"the mechanism {name!r} is not known here: import the module that registers it "
+            "(noshuffle verify RUN --import MODULE)"
         )
     cls = _CLASSES[name]
     known = {entry.name for entry in fields(cls)}  # type: ignore[arg-type]
     if unknown := sorted(set(values) - known):
         raise InvalidInput(f"the strategy {name!r} has no field {unknown[0]!r}")
     try:
-        return cls(**{key: _frozen(value) for key, value in values.items()})
+        strategy = cls(**{key: _frozen(value) for key, value in values.items()})
     except (TypeError, LookupError) as problem:
         raise InvalidInput(f"the strategy {name!r} cannot be read: {problem}") from None
+    if strategy.name != name:
+        raise InvalidInput(f"a strategy with these fields is {strategy.name!r}, got {name!r}")
+    return strategy
 
 
 def _frozen(value: Any) -> Any:

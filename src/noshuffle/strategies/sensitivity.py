@@ -17,7 +17,7 @@ its leading block; nothing here forms a matrix unless the strategy is one, or th
     min-separation, short run       branch and bound over |X| (see `gram`)
     min-separation, long run        a bound from the largest |X| at every lag
     trees                           closed forms of Σ⁻¹ (see `tree_sensitivity`), or node counts
-    gains on both sides             no Toeplitz form, paths of its own (see `two_sided`)
+    gains on both sides             paths of their own (see `two_sided_sensitivity`)
     a mechanism of one's own        its noising matrix, inverted
 
 Guarantees. `value` is never below the truth (beyond 1e-12 relative, for rounding). `exact` is said
@@ -67,7 +67,7 @@ from noshuffle.strategies.positions import overlaps
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.tree import Tree
 from noshuffle.strategies.tree_sensitivity import tree_sensitivity
-from noshuffle.strategies.two_sided import TwoSidedBlt, largest_column, worst_class
+from noshuffle.strategies.two_sided_sensitivity import largest_column, worst_class
 
 #: Longest run whose coefficients are laid out in memory.
 MAX_COEFFICIENTS = 2**26
@@ -146,9 +146,8 @@ def prefix_sensitivity(
     if not isinstance(participation, SinglePass | Epochs | MinSeparation):
         raise Unsupported(f"no sensitivity is proved under {type(participation).__name__}")
     if isinstance(strategy, ToeplitzStrategy):
-        return _toeplitz(strategy, participation, steps)
-    if type(strategy) is TwoSidedBlt:
-        return _two_sided(strategy, participation, steps)
+        by = _two_sided if strategy.has_draw_gains else _toeplitz
+        return by(strategy, participation, steps)
     if type(strategy) is Dense:
         return _explicit(_gram(strategy.encoder(steps)), participation)
     return _explicit(_inverse_covariance(strategy, participation.steps, steps), participation)
@@ -162,7 +161,8 @@ def _one_turn(strategy: Strategy, participation: CyclicPoisson, n: int) -> Sensi
     (docs/proofs.md, "Groups that take turns").
     """
     bands = participation.groups
-    if isinstance(strategy, ToeplitzStrategy) and n <= MAX_COEFFICIENTS:
+    is_long = n > MAX_COEFFICIENTS
+    if isinstance(strategy, ToeplitzStrategy) and not (strategy.has_draw_gains or is_long):
         c, g = strategy.coefficients(n), strategy.gain_values(n)
         is_banded = not np.any(c[bands:])
         columns = toeplitz.squared_columns(c, g)
@@ -243,9 +243,9 @@ def _spacing(part: Epochs | MinSeparation, n: int) -> tuple[int, int]:
 
 @lru_cache(maxsize=16)  # plans that differ in their noise alone ask the same
 def _two_sided(
-    strategy: TwoSidedBlt, participation: SinglePass | Epochs | MinSeparation, n: int
+    strategy: ToeplitzStrategy, participation: SinglePass | Epochs | MinSeparation, n: int
 ) -> Sensitivity:
-    k, c = participation.most_within(n), strategy.core.coefficients(n)
+    k, c = participation.most_within(n), strategy.coefficients(n)
     a, g = strategy.draw_gain_values(n), strategy.gain_values(n)
     with np.errstate(over="ignore", invalid="ignore"):
         if k == 1:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.sampler import in_order
-from noshuffle.release.verdict import Verdict
-from noshuffle.release.verify import verify
+from noshuffle.release.verify import Verdict, verify
 from noshuffle.training.assemble import privatize
 from noshuffle.training.batches import Batch, with_ids
 from noshuffle.training.loop import fit_model

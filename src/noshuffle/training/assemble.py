@@ -16,7 +16,6 @@ add it, or freeze it with requires_grad_(False)
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -29,11 +28,12 @@ from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
 from noshuffle.noise import Source
+from noshuffle.optim.checks import check_optimizer, one_device
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account
-from noshuffle.release.facts import INITIAL, check_optimizer, one_device
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
+from noshuffle.release.spending import INITIAL
 from noshuffle.training.augment import Augment, augment_of
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.private import Private
@@ -53,12 +53,12 @@ def privatize(
     engine: Engine | None = None,
     source: Source | None = None,
     run: RunFolder | str | Path | None = None,
+    fork_of: RunFolder | str | Path | None = None,
+    save_every: float | None = None,
     on_violation: str = "refuse",
     loss_reduction: str = "mean",
     compile: bool | str = "auto",
-    on_replay: str = "auto",
     initial: str = INITIAL,
-    moved: bool = False,
     budget: Account | None = None,
     augment: int | Augment | None = None,
     average: float | None = None,
@@ -73,18 +73,18 @@ def privatize(
         reduce: how the examples of one user become one gradient, "mean" or "sum".
         engine: a clipping engine; by default the one that suits the model.
         source: where noise comes from; a fresh key of the operating system by default.
-        run: a folder for ledger, checkpoints and statement; None keeps the ledger in memory.
+        run: a folder for log, checkpoints and statement; None keeps the log in memory.
+        fork_of: the folder of a run that ends here, and whose cost this one adds to its own.
+        save_every: seconds between two checkpoints of a run in a folder, which are written at the
+            end of a step (0: of every one); by default the longer of a minute and twenty times what
+            the last one took. One is also written when the process is asked to end, or ends.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
         loss_reduction: no longer needed; `loss.backward()` has it read off the loss.
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
-        on_replay: what becomes of a step after the last checkpoint whose sum comes out otherwise
-            than the released one: "refuse" raises, "skip" passes it over (nothing is updated, its
-            charge stays); "auto" passes over on a GPU, where sums are not exact, else refuses.
         initial: where the initial weights came from, in words for the statement; they must not
             depend on the protected data.
-        moved: no longer needed; a copied folder goes on under keys of its own.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
         augment: how many augmented copies of every row a step sees (images; or an `Augment`). They
             are one contribution of one row, so ε is the same; `private.step` then needs ids.
@@ -92,7 +92,8 @@ def privatize(
     """
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
-    chosen = Choices(reduce, on_violation, loss_reduction, on_replay)
+    one_of(("refuse", "drop"), on_violation=on_violation)
+    one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
     check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
     bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)
@@ -103,55 +104,43 @@ def privatize(
             f"this version trains whole parameters on one device, {sharded[0]!r} is sharded; leave "
             "fully_shard out"
         )
-    device = one_device(parameters)
-    release = Release.begin(
+    release = Release(
         plan,
         {name: tuple(p.shape) for name, p in parameters.items()},
         clip=bound,
         divisor=batch_size,
-        device=device,
+        device=one_device(parameters),
         run=run,
+        fork_of=fork_of,
         source=source,
         facts={"initial": initial, "isolation": "tried"},
         budget=budget,
     )
-    parts = Parts(
-        model=inner,
-        parameters=parameters,
-        optimizer=optimizer,
-        engine=engine if engine is not None else auto(inner),
-        release=release,
-        **chosen.of_steps(plan, device),
-    )
-    private = Private(model, plan, parts, augment=augment_of(augment), average=average)
-    private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
-    private.write_statement()
+    try:
+        parts = Parts(
+            model=inner,
+            parameters=parameters,
+            optimizer=optimizer,
+            engine=engine if engine is not None else auto(inner),
+            release=release,
+            groups_users=plan.unit == "user",
+            reduce=reduce,
+            drop=on_violation == "drop",
+        )
+        private = Private(
+            model,
+            plan,
+            parts,
+            augment=augment_of(augment),
+            average=average,
+            save_every=save_every,
+        )
+        private.compiled, private.not_compiled = compiled_step(parts, plan, wanted=compile)
+    except BaseException:
+        release.withdraw()
+        release.log.close()
+        raise
     return private
-
-
-@dataclass(frozen=True)
-class Choices:
-    """What a run was told by name."""
-
-    reduce: str
-    on_violation: str
-    loss_reduction: str
-    on_replay: str
-
-    def __post_init__(self) -> None:
-        one_of(("refuse", "drop"), on_violation=self.on_violation)
-        one_of(("mean", "sum"), reduce=self.reduce, loss_reduction=self.loss_reduction)
-        one_of(("auto", "refuse", "skip"), on_replay=self.on_replay)
-
-    def of_steps(self, plan: Plan, device: torch.device) -> dict[str, Any]:
-        """What they mean for the steps of a plan on a device."""
-        is_inexact = self.on_replay == "auto" and device.type == "cuda"
-        return {
-            "groups_users": plan.unit == "user",
-            "reduce": self.reduce,
-            "drop": self.on_violation == "drop",
-            "skips_replays": self.on_replay == "skip" or is_inexact,
-        }
 
 
 def check_arguments(

@@ -4,7 +4,7 @@
 
 (De et al. 2022, arXiv 2204.13650). The K copies stay one contribution of one row, so sensitivity
 and noise do not depend on K; what K costs is time. Copies are drawn anew in every step from the
-generators of torch, before the step (`privatize` sets them, so that a replay draws the same).
+generators of torch, before the step (`privatize` sets them from the secret of the run).
 Training then sees images (batch, K, …), and needs ids: a row looks different in every epoch.
 
 >>> copies = Augment(copies=3, shift=2)(torch.arange(32.0).reshape(2, 1, 4, 4))
@@ -162,7 +162,7 @@ def mean_over_copies(loss_fn: Criterion | ModelLoss) -> ModelLoss:
 
 
 class CopiedBatches:
-    """The batches of one run with copies of their rows, drawn as a replay would draw them.
+    """The batches of one run with copies of their rows.
 
     A transform is tried on the first batch of a process that has two rows.
 

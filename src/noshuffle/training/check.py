@@ -2,9 +2,9 @@
 
     print(private.check(loader, loss_fn))
 
-reads the first batch twice (random states are put back), compares order, number and size of the
+reads the first batch (random states are put back), compares order, number and size of the
 batches with the plan, tries the loss on it, and says what is slow, probably not meant, or refused
-later. `first_step` says the free part at the first step, by `warnings`. No state.
+later. `first_look` says the free part after the first step, by `warnings`. No state.
 
 >>> row = CheckFinding("order", "the sampler shuffles", "refused", "give shuffle=False")
 >>> print(LoaderCheck((row,)))
@@ -20,8 +20,6 @@ from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
 from typing import Any
 
-import torch
-from torch import Tensor
 from torch.utils.data import (
     RandomSampler,
     SubsetRandomSampler,
@@ -29,17 +27,24 @@ from torch.utils.data import (
     default_collate,
 )
 
-from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable, leaves
-from noshuffle.errors import InvalidInput, NoshuffleError
-from noshuffle.errors import ProbablyNotMeant as ProbablyNotMeant
+from noshuffle.clipping.objective import ModelLoss, batch_size, cuttable
+from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
 from noshuffle.release.sampler import Sampler
-from noshuffle.training.batches import as_batch
+from noshuffle.training.batches import as_batch, batches_of
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import at_work
+from noshuffle.training.named_loader import (
+    DRAWN,
+    OF_CALLER,
+    look_through,
+    turn_of,
+    why_no_places,
+)
 from noshuffle.training.rng import restore_rng, rng_state
+from noshuffle.user_warnings import warn_user
 
 #: Columns for the words of a table, beside its names and verdicts.
 MIN_WORDS = 32
@@ -103,9 +108,8 @@ def _findings(
     private: Any, plan: Plan, parts: Any, loader: Iterable[Any], loss_fn: Any
 ) -> Iterator[CheckFinding]:
     yield _count(plan, loader)
-    order = order_of(plan, loader)
-    yield order
     if isinstance(loader, Iterator):
+        yield order_of(plan, loader)
         yield CheckFinding("data", "can be read once, so they were not looked at")
         return
     first = next(iter(loader), None)
@@ -113,9 +117,9 @@ def _findings(
         yield CheckFinding("batches", "the loader is empty", "refused", "give it data")
         return
     batch = as_batch(first)
-    is_any_order = plan.participation.is_sampled or isinstance(plan.guarded, AnyOrderEpochs)
-    if order.verdict == "ok" and not is_any_order:
-        yield _again(loader, batch.data)
+    is_named = batch.ids is not None or plan.unit == "user" or plan.participation.is_sampled
+    by_place = [] if is_named or why_no_places(loader) else _by_place(private, loader)
+    yield by_place[0] if by_place else order_of(plan, loader)
     try:
         data = cuttable(batch.data)
         size = batch_size(data)
@@ -123,7 +127,7 @@ def _findings(
         yield CheckFinding("data", str(error), "refused")
         return
     yield size_finding(size, parts.planned_batch)
-    yield _ids(plan, batch.ids, size, is_mixed=is_shuffled(loader))
+    yield by_place[1] if by_place else _ids(plan, batch.ids, size)
     yield delta_finding(plan, records_of(plan, parts.planned_batch, loader))
     if loss_fn is not None:
         yield _loss(private, loss_fn, data)
@@ -158,7 +162,7 @@ def _sampler(loader: Any) -> Any:
     return getattr(inner, "sampler", None) or getattr(loader, "sampler", None)
 
 
-def is_shuffled(loader: Any) -> bool:
+def _is_shuffled(loader: Any) -> bool:
     """Whether a loader has another order in every epoch."""
     return isinstance(_sampler(loader), RandomSampler | SubsetRandomSampler)
 
@@ -182,27 +186,32 @@ def order_of(plan: Plan, loader: Any) -> CheckFinding:
     if isinstance(sampler, WeightedRandomSampler) or getattr(sampler, "replacement", False):
         advice = "give a sampler that takes every row once"
         return CheckFinding("order", "the loader draws rows more than once", "refused", advice)
-    if is_shuffled(loader) and isinstance(rule, Epochs) and rule.epochs > 1:
+    if _is_shuffled(loader) and isinstance(rule, Epochs) and rule.epochs > 1:
         text = "the loader shuffles its data anew in every epoch"
         if isinstance(plan.guarded, AnyOrderEpochs):
             return CheckFinding("order", f"{text}, which independent noise does not mind")
         advice = (
-            "give shuffle=False; the same order in every epoch is what the plan counts on "
-            "(mechanism='identity' takes any)"
+            "give shuffle=False, or take private.batches(loader), which keeps to one order; the "
+            "same order in every epoch is what the plan counts on (AnyOrderEpochs takes any)"
         )
         return CheckFinding("order", text, "refused", advice)
     return CheckFinding("order", "as it comes")
 
 
-def _again(loader: Any, data: tuple[Any, ...]) -> CheckFinding:
-    """Whether a second pass begins with the same batch."""
-    again = as_batch(next(iter(loader))).data
-    pairs = zip(leaves(data), leaves(again), strict=False)
-    same = all(torch.equal(a, b) for a, b in pairs if isinstance(a, Tensor))
-    if same:
-        return CheckFinding("second pass", "begins with the same batch")
-    advice = "augmentation is fine if batches come with ids; otherwise give the same order"
-    return CheckFinding("second pass", "begins with another batch", "warning", advice)
+def _by_place(private: Any, loader: Any) -> list[CheckFinding]:
+    """Order and names of the rows of a loader as `private.batches` reads it."""
+    try:
+        order, plan = batches_of(private, loader).order, private.plan
+        look_through(loader.dataset)
+    except InvalidInput as error:
+        return [order_of(private.plan, loader), CheckFinding("ids", str(error), "refused")]
+    orders = {turn_of(plan, number) for number in range(2 * plan.steps // order.batches)}
+    each = "a new one for each epoch" if len(orders) > 1 else "one for all epochs"
+    words = f"{order.kind}, {each}" if order.kind == DRAWN else order.kind
+    found = order_of(plan, loader) if order.kind == OF_CALLER else CheckFinding("order", words)
+    text = "the place of each row, by private.batches(loader) or fit_model"
+    advice = "a loop that reads the loader itself counts every row as a new unit"
+    return [found, CheckFinding("ids", text, "ok", advice)]
 
 
 def size_finding(size: int, planned: int) -> CheckFinding:
@@ -216,19 +225,15 @@ def size_finding(size: int, planned: int) -> CheckFinding:
     return CheckFinding("batch size", text)
 
 
-def _ids(plan: Plan, ids: Any, size: int, *, is_mixed: bool) -> CheckFinding:
-    if ids is None and plan.unit == "user":
+def _ids(plan: Plan, ids: Any, size: int) -> CheckFinding:
+    if ids is None and (plan.unit == "user" or plan.participation.is_sampled):
+        why = "protects users" if plan.unit == "user" else "samples"
         advice = "pass ids= to private.step, or let the loader give noshuffle.training.Batch"
-        return CheckFinding("ids", "none, and the plan protects users", "refused", advice)
-    if ids is None and is_mixed and isinstance(plan.guarded, AnyOrderEpochs):
-        text = "none, and rows come in other batches in every epoch: the second one is refused"
-        advice = "pass ids= (noshuffle.training.with_ids): only units can be followed then"
-        return CheckFinding("ids", text, "warning", advice)
+        return CheckFinding("ids", f"none, and the plan {why}", "refused", advice)
     if ids is None:
-        advice = "pass ids= (noshuffle.training.with_ids) to have each example followed"
-        return CheckFinding(
-            "ids", "none: whole batches are told apart by their content", "ok", advice
-        )
+        text = "none: every row counts as a new unit, and the statement says so"
+        advice = "take private.batches(loader), or pass ids=, to have each example followed"
+        return CheckFinding("ids", text, "warning", advice)
     found = len(ids)
     verdict = "ok" if found == size else "refused"
     return CheckFinding("ids", f"{found} ids for {size} examples", verdict)
@@ -280,6 +285,19 @@ def _form_advice(loss_fn: Any, data: tuple[Any, ...]) -> str:
             "ModelLoss(lambda model, batch: loss(model(batch['x']), batch['y']))"
         )
     return "the model is called on the first part of a batch, the loss on its answer and the rest"
+
+
+def first_look(private: Any, size: int) -> None:
+    """After the first step: warn of what is legal and probably not meant."""
+    planned = private._parts.planned_batch
+    found = [size_finding(size, planned)]
+    found.append(delta_finding(private.plan, records_of(private.plan, planned, None)))
+    slow = slow_notes(private.fallbacks)
+    if slow:
+        found.append(CheckFinding("speed", "; ".join(slow), "warning", "see private.fallbacks"))
+    for one in found:
+        if one.verdict == "warning":
+            warn_user(f"{one.name}: {one.found}; {one.advice}", ProbablyNotMeant)
 
 
 def slow_notes(fallbacks: Iterable[str]) -> list[str]:

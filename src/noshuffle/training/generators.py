@@ -1,5 +1,7 @@
-"""torch's random generators, set for a block of code and then as they were: an honest replay of a
-step has the same dropout masks, and the user's own draws go on as if nothing had been drawn.
+"""torch's random generators, set for a block of code and then as they were.
+
+The masks of a step come from the secret of its run; the user's own draws go on as if nothing had
+been drawn.
 
 State: torch's own, within the block.
 """

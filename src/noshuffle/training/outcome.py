@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -21,8 +21,6 @@ class Outcome:
     norms: Tensor
     bad: Tensor
     dropped: int
-    #: A released step that could not be repeated, and was passed over: nothing was updated.
-    is_skipped: bool = field(default=False, kw_only=True)
     #: The losses in ordinary memory, where they are there already.
     shown: Tensor | None = None
 

@@ -38,9 +38,9 @@ from noshuffle.errors import Unsupported
 from noshuffle.plan import Plan
 from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
-from noshuffle.training.check import LoaderCheck, check_loader
+from noshuffle.training.batches import PrivateBatches, batches_of
+from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.first_step import first_look, first_step
 from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.pass_writes import PassWrites
@@ -62,8 +62,9 @@ class Private(TrainingRun):
         *,
         augment: Augment | None = None,
         average: float | None = None,
+        save_every: float | None = None,
     ) -> None:
-        super().__init__(model, plan, parts)
+        super().__init__(model, plan, parts, save_every=save_every)
         self.compiled: Compiled | None = None
         self.not_compiled = ""
         self.augment = augment
@@ -99,16 +100,16 @@ class Private(TrainingRun):
         return notes + ([] if self.compiled is None else self.compiled.fallbacks)
 
     def step(self, loss_fn: Criterion | ModelLoss, *batch: Any, ids: Any = None) -> float:
-        """One private step: guard, clip, sum, record, noise, divide, update.
+        """One private step: admit, clip, sum, noise, divide, update.
 
         The model is called on the first part of the batch, `loss_fn` on its answer and the other
         parts. Batches of another form (dictionaries, models of several arguments) go with
         `ModelLoss(fn)`, whose `fn(model, *batch)` is the loss of a batch that holds one example.
 
-        `ids` names the unit of every example. Without it, batches are told apart by content.
-        Returns the mean loss of the batch, which is raw data and not private: look at it, but
-        publish only what the statement covers. Under torch.compile a step runs as it is;
-        `privatize(compile=True)` is for that.
+        `ids` names the unit of every example. Without it every row counts as a new unit, and the
+        statement says so. Returns the mean loss of the batch, which is raw data and not private:
+        look at it, but publish only what the statement covers. Under torch.compile a step runs as
+        it is; `privatize(compile=True)` is for that.
         """
         if os.getpid() != self._owner:  # before the lock: a fork may have inherited it closed
             self.check_owner()
@@ -128,25 +129,23 @@ class Private(TrainingRun):
             if self._parts.is_over or not batch or not callable(loss_fn):
                 self._parts.check_open()
                 check_call(loss_fn, batch)
-            if self._index:
-                return self._advance(loss_fn, batch, ids)
-            with first_step(self._parts, batch):
-                self._advance(loss_fn, batch, ids)
+            self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
         self._outcome = None
         if self._copies is not None:
-            seed = self._parts.release.seed(self._index, COPIES)
-            loss_fn, batch = self._copies.of(loss_fn, batch, ids, seed=seed)
+            seed = self._parts.release.seed(self.steps_released, COPIES)
+            named = self._parts.names if ids is None and self._parts.names.are_places else ids
+            loss_fn, batch = self._copies.of(loss_fn, batch, named, seed=seed)
         seen: Outcome | Unread | None = None
         if self.compiled is not None:
             with at_work(self._listener, self._parts.optimizer):
                 if self._parts.pass_writes is not None:
                     self._parts.pass_writes.judge(self._parts.model, loss_fn, cuttable(batch))
                     self._parts.pass_writes = None
-                seen = self.compiled.step(loss_fn, cuttable(batch), ids, index=self._index)
+                seen = self.compiled.step(loss_fn, cuttable(batch), ids)
         if seen is None:
-            step = Step(self._parts, index=self._index)
+            step = Step(self._parts)
             with at_work(self._listener):  # a loss that steps the optimizer is refused
                 step.add(loss_fn, batch, ids=ids, is_last=True)
             with at_work(self._listener, self._parts.optimizer):
@@ -161,17 +160,12 @@ class Private(TrainingRun):
             for x, y in parts:
                 step.add(loss_fn, (x, y))
 
-        Parts must not overlap: an example in two of them counts twice. With `ids` that is refused;
-        without, only parts that are the same as a whole are, and the statement says so.
+        Parts must not overlap: an example in two of them counts twice, which is refused with `ids`
+        and not seen without.
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
-        if self._index:
-            with self._accumulate() as step:
-                yield step
-            return
-        with first_step(self._parts) as hear, self._accumulate() as step:
-            step.hear = hear
+        with self._accumulate() as step:
             yield step
 
     @contextmanager
@@ -179,7 +173,7 @@ class Private(TrainingRun):
         self.check_owner()
         with self._turn:
             self._parts.check_open()
-            step = Step(self._parts, index=self._index)
+            step = Step(self._parts)
             with at_work(self._listener):
                 yield step
             with at_work(self._listener, self._parts.optimizer):
@@ -188,17 +182,29 @@ class Private(TrainingRun):
 
     def _finish(self, seen: Outcome | Unread) -> None:
         self._outcome = seen
-        self._index += 1
         # torch 2.6 to 2.13: a scheduler warns unless the `step` that it has wrapped was called.
         for own in (self._parts.optimizer, self._optimizer):
             if own is not None:
                 own._opt_called = True  # type: ignore[attr-defined]
         if self.average is not None:
             self.average.update()
-        self._parts.ledger.settle()  # a device is at work on the step meanwhile
-        if not self._is_looked_at and isinstance(seen, Outcome):
+        if not self._is_looked_at and self.outcome is not None:
             self._is_looked_at = True
-            first_look(self, len(seen.losses))
+            first_look(self, len(self.outcome.losses))
+
+    def batches(self, loader: Iterable[Any], *, parts: int = 1) -> PrivateBatches:
+        """The batches of a DataLoader, each row of which is named by its place in the data set.
+
+            for x, y in private.batches(loader):
+                private.step(loss_fn, x, y)
+
+        They go on at the next step of the run, also in a new process and in the middle of an epoch,
+        and end with the pass. A run keeps to one loader. With `shuffle=True` the order is drawn
+        from a public seed of the run: one for all epochs where the plan counts on that (`Epochs`),
+        else one for each.
+        `parts`: how many batches one step takes (`accumulate`).
+        """
+        return batches_of(self, loader, parts=parts).named()
 
     def check(
         self, loader: Iterable[Any], loss_fn: Criterion | ModelLoss | None = None
@@ -218,7 +224,7 @@ class Private(TrainingRun):
 
         def seed(part: int) -> int:
             run = this()
-            return 0 if run is None else run._parts.release.seed(run._index, part)
+            return 0 if run is None else run._parts.release.seed(run.steps_released, part)
 
         return Listener(self.model, seed)
 

@@ -17,6 +17,7 @@ from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
 from noshuffle.training.pass_writes import PassWrites
+from noshuffle.training.row_names import RowNames
 from noshuffle.training.streams import StreamOrder
 
 
@@ -48,10 +49,10 @@ class Parts:
     groups_users: bool
     reduce: str
     drop: bool
-    #: Whether a released step whose sum comes out otherwise is passed over instead of refused.
-    skips_replays: bool = False
     #: What passes of the user wrote into the model, until the first step has looked at it.
     pass_writes: PassWrites | None = field(default=None, repr=False)
+    #: Who the rows of the next step are, where `private.batches` names them.
+    names: RowNames = field(init=False, repr=False, compare=False)
     #: Whether the run was closed: an engine may go on elsewhere.
     is_over: bool = field(default=False, init=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
@@ -60,8 +61,8 @@ class Parts:
         self.guard = ParameterGuard(self.model, self.parameters, self.optimizer)
         self.device = next(iter(self.parameters.values())).device
         self.streams = StreamOrder() if self.device.type == "cuda" else None
-        self.ledger, self.noise = self.release.ledger, self.release.noise
-        self.threshold, self.secret = self.release.threshold, self.release.secret
+        self.names = RowNames(self.release)
+        self.noise, self.threshold = self.release.noise, self.release.threshold
 
     def check_open(self) -> None:
         """Raise where the run was closed."""

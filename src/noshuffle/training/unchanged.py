@@ -35,7 +35,6 @@ from noshuffle.clipping.objective import batch_size, shape_of
 from noshuffle.clipping.products import full_precision, roundoff
 from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
-from noshuffle.training.first_step import first_step
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import untraced
 from noshuffle.training.loop_pass import Pass, check_factors, inputs_of, size_of, versions
@@ -197,13 +196,15 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if heard.warning:
             warn_user(heard.warning, ProbablyNotMeant)
             heard.warning = ""
-        self._parts.ledger.bind("unchanged_loop", "yes")
         given = ids if ids is None or hasattr(ids, "__getitem__") else list(ids)
+        total = sum(map(size_of, passes))
+        if given is not None and total != len(given):
+            raise InvalidInput(f"ids must name each of the {total} examples, got {len(given)}")
         at, now = 0, versions(heard.own)
-        is_new = first_step(self._parts, inputs_of(passes[0])) if is_first else None
-        with is_new or nullcontext(), self._accumulate() as step:
+        with self._accumulate() as step:
             if is_first:
                 _check_raw(self._parts, passes, factor, now)
+                self._parts.release.bind("unchanged_loop", "yes")
             for one in passes:
                 size, inputs = size_of(one), inputs_of(one)
                 part = None if given is None else given[at : at + size]
@@ -214,7 +215,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 try:
                     heard.writes.judge_again(self._parts.model, loss_fn, batch, one.written)
-                    step.add(loss_fn, batch, ids=part, data=inputs, seed=one.seed)
+                    step.add(loss_fn, batch, ids=part, seed=one.seed)
                 except (RuntimeError, IndexError) as error:
                     if not is_first or isinstance(error, NoshuffleError | torch.OutOfMemoryError):
                         raise
@@ -223,8 +224,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 _check_again(one, step.losses, now, is_due=one.is_random or is_power)
                 if one.own_loss is None and size > 1:
                     self._check_apart(loss_fn, batch)
-            if given is not None and at != len(given):
-                raise InvalidInput(f"ids must name each of the {at} examples, got {len(given)}")
             self._steps, self._factor = self._steps + 1, factor
             heard.is_due = not self._steps & (self._steps + 1)
         return loss

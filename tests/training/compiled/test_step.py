@@ -21,20 +21,18 @@ from noshuffle.errors import (
     InvalidInput,
     NoshuffleError,
     ParticipationViolation,
-    ReplayRefused,
+    ProbablyNotMeant,
 )
 from noshuffle.noise import test_source
 from noshuffle.optim import FTRL
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.strategies import identity, tree
-from noshuffle.training import fit_model, in_order, privatize, verify
-from noshuffle.training.batches import TensorBatches
+from noshuffle.training import privatize, verify
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.compiled import graphs as compiled_graphs
 from noshuffle.training.compiled.flat import Flattened
 from noshuffle.training.compiled.graphs import Signal
-from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.sum import candidates, short
 from noshuffle.training.compiled.update import update_for
@@ -96,26 +94,8 @@ def walk(private, steps, *, sizes=(8, 8, 8, 5), has_ids=True, start=0):
         yield private.step(LOSS, x[rows], y[rows], ids=ids)
 
 
-def test_the_fingerprints_of_a_batch_without_ids_are_the_beginning_of_its_sum(monkeypatch):
-    """Begun by themselves only where nothing may be summed before they are known."""
-    began = []
-    alone = Program.digest
-    monkeypatch.setattr(Program, "digest", lambda own: (began.append(1), alone(own)))
-    for options, times in (({}, 0), ({"on_violation": "drop"}, 4)):
-        began.clear()
-        private = make(compiled=True, **options)
-        list(walk(private, 4, has_ids=False))
-        (program,) = private.compiled._programs.values()
-        assert program.has_digest
-        assert len(began) == times
-    private = make(compiled=True)
-    list(walk(private, 4))
-    (program,) = private.compiled._programs.values()
-    assert not program.has_digest
-
-
 @pytest.mark.parametrize("optimizer", [sgd, ftrl, adam])
-@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "fingerprints"])
+@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "none"])
 def test_equals_the_eager_run_with_a_ragged_last_batch(optimizer, has_ids):
     slow, fast = (make(compiled=c, optimizer=optimizer) for c in (False, True))
     losses = list(walk(slow, 12, has_ids=has_ids))
@@ -177,25 +157,6 @@ def test_dropped_units_weigh_nothing_even_if_not_finite():
         private.step(LOSS, x[:8], y[:8], ids=range(8))  # nobody left: noise alone
         assert np.isnan(private.outcome.loss)
     torch.testing.assert_close(weights(runs[1]), weights(runs[0]), **CLOSE)
-    assert [r.claimed_units for r in runs[1].ledger.rows()] == [8, 2, 0]
-
-
-def test_a_batch_that_was_seen_is_refused_and_leaves_nothing_behind():
-    private = make(compiled=True, rule=SinglePass(steps=4))
-    x, y = data()
-    private.step(LOSS, x[:8], y[:8])
-    before = weights(private)
-    with pytest.raises(ParticipationViolation, match="seen before"):
-        private.step(LOSS, x[:8], y[:8])
-    (program,) = private.compiled._programs.values()
-    assert all(bool((v == 0).all()) for v in program.sums.values.values())
-    assert torch.equal(weights(private), before)
-    assert private.steps_released == 1
-    private.step(LOSS, x[8:16], y[8:16])
-    dropping = make(compiled=True, rule=SinglePass(steps=4), on_violation="drop", z=0.0)
-    dropping.step(LOSS, x[:8], y[:8])
-    dropping.step(LOSS, x[:8], y[:8])
-    assert dropping.outcome.dropped == 8
 
 
 def test_units_outside_their_participation_are_refused_before_anything_runs():
@@ -220,17 +181,16 @@ def test_an_array_of_ids_that_the_caller_fills_again_is_read_again():
     ids -= 8
     with pytest.raises(ParticipationViolation, match="already took part in step 0"):
         private.step(LOSS, x[16:24], y[16:24], ids=ids)
-    assert [row.units.tolist() for row in private.ledger.rows()] == [
-        list(range(8)),
-        list(range(8, 16)),
-    ]
 
 
-def test_ledger_row_is_written_before_the_noise():
+def test_a_row_is_written_before_the_noise():
     private = make(compiled=True)
     seen = []
     add = private._parts.noise.add_
-    private._parts.noise.add_ = lambda values: (seen.append(private.steps_released), add(values))
+    private._parts.noise.add_ = lambda *given, **more: (
+        seen.append(private.steps_released),
+        add(*given, **more),
+    )
     list(walk(private, 3))
     assert seen == [1, 2, 3]
 
@@ -243,67 +203,34 @@ def test_horizon_and_steps_that_failed_half_way():
     broken = make(compiled=True)
     list(walk(broken, 1))
     broken._parts.noise.add_({n: torch.zeros_like(p) for n, p in broken._parts.parameters.items()})
-    with pytest.raises(NoshuffleError, match="half-way"):
+    with pytest.raises(NoshuffleError, match="the noise stands at step 2, not 1"):
         list(walk(broken, 1, start=1))
+    with pytest.raises(NoshuffleError, match="half-way"):
+        list(walk(broken, 1, start=2))
 
 
-def batches():
-    return TensorBatches(data(), in_order(32, SIZE))
-
-
-def test_resume_is_bit_for_bit_and_replays_need_the_same_data(tmp_path):
-    whole = make(compiled=True, run=tmp_path / "whole")
-    fit_model(whole, batches(), LOSS)
-    first = make(compiled=True, run=tmp_path / "parts")
-    fit_model(first, batches(), LOSS, epochs=1)
-    list(walk(first, 2, sizes=(8,) * 4))  # released after the checkpoint, then lost
-    first.ledger.flush()
-    again = make(compiled=True, run=tmp_path / "parts")
-    assert again.resume() == 4
-    assert again.steps_released == 6
-    x, y = data()
-    with pytest.raises(ReplayRefused, match="its sum now differs"):
-        again.step(LOSS, x[:8] + 1, y[:8], ids=range(8))
-    with torch.no_grad():
-        again.model[0].weight[0, 0] += 1e-3
-    with pytest.raises(ReplayRefused, match="its sum now differs"):
-        again.step(LOSS, x[:8], y[:8], ids=range(8))
-    again = make(compiled=True, run=tmp_path / "parts")
-    fit_model(again, batches(), LOSS)
-    assert torch.equal(weights(again), weights(whole))
+def test_a_resumed_run_goes_on_behind_the_steps_that_were_lost(tmp_path):
+    never, first = make(compiled=True), make(compiled=True, run=tmp_path / "run")
+    list(walk(never, 4))
+    list(walk(first, 4))
+    first.save()
+    list(walk(first, 2, start=4))  # released after the checkpoint, then lost
+    assert [never.skip(), never.skip()] == [4, 5]
+    again = make(compiled=True, run=tmp_path / "run")
+    assert again.resume() == 6
+    for private in (never, again):
+        list(walk(private, 6, start=6))
+    assert torch.equal(weights(again), weights(never))
+    again.save()
     again.close()
-    verdict = verify(tmp_path / "parts")
+    verdict = verify(tmp_path / "run")
     assert verdict.answer == "NOT PRIVATE", verdict.words()  # a test seed, and nothing else
-    assert verdict.refuted == verdict.unchecked == ()
-    digests = [whole.ledger.digest(step) for step in range(12)]
-    assert len(set(digests)) == 12
 
 
-def test_a_step_whose_digest_was_lost_is_passed_over_and_never_repeated(tmp_path):
-    """The digest of the last step before a crash was still on its way from the device."""
-    first = make(compiled=True, run=tmp_path / "run")
-    fit_model(first, batches(), LOSS, epochs=1)
-    list(walk(first, 2, sizes=(8,) * 4))
-    first.ledger._waiting.clear()  # as a killed process leaves it
-    first.close()
-    strict = make(compiled=True, run=tmp_path / "run")
-    assert strict.resume() == 4
-    list(walk(strict, 1, sizes=(8,) * 4))  # the digest of step 4 came with the row of step 5
-    before = weights(strict)
-    with pytest.raises(ReplayRefused, match="did not reach the disk"):
-        list(walk(strict, 1, start=1, sizes=(8,) * 4))
-    assert torch.equal(weights(strict), before)
-    strict.close()
-    again = make(compiled=True, run=tmp_path / "run", on_replay="skip")
-    again.resume()
-    list(walk(again, 1, sizes=(8,) * 4))
-    list(walk(again, 1, start=1, sizes=(8,) * 4))
-    assert again.outcome.is_skipped
-    assert torch.equal(weights(again), before)
-    assert [note["step"] for note in again.ledger.notes("skip")] == [5]
-    list(walk(again, 6, start=2, sizes=(8,) * 4))
-    again.close()
-    assert verify(tmp_path / "run").refuted == ()
+def test_warnings_after_the_first_step_come_where_it_is_captured():
+    private, (x, y) = make(compiled=True, batch_size=2, rule=SinglePass(9)), data()
+    with pytest.warns(ProbablyNotMeant, match="batch size: 8 examples"):
+        private.step(LOSS, x[:8], y[:8], ids=range(8))
 
 
 def test_what_cannot_be_compiled_says_why():
@@ -410,51 +337,17 @@ def test_the_last_program_is_taken_again_only_where_all_is_as_it_was(change):
     assert again == ((program, sizes[change]) if change in sizes else None)
 
 
-def test_which_rows_count_whatever_came_before(monkeypatch):
-    """Sizes that move, rows left out, an interrupt half-way: the mask is that of the last call."""
+def test_which_rows_count_whatever_came_before():
+    """Sizes that move, rows left out: the mask is that of the last call."""
     luck, place = np.random.default_rng(4), torch.device("cpu")
     held = compiled_graphs.BatchBuffers((torch.zeros(2, 3),), capacity=9, device=place)
-
-    def interrupted(_):
-        held.keep.fill_(True)
-        raise KeyboardInterrupt
-
-    stops = 0
     for _ in range(300):
         size = int(luck.integers(0, 10))
         keep = luck.random(size) < 0.5 if luck.random() < 0.3 else None
-        with monkeypatch.context() as stopped:
-            stopped.setattr(compiled_graphs, "sorted", interrupted, raising=False)
-            try:
-                held.weigh(int(luck.integers(0, 10)), None) if luck.random() < 0.2 else None
-            except KeyboardInterrupt:
-                stops += 1
         held.weigh(size, keep)
         wanted = np.zeros(9, dtype=bool)
         wanted[:size] = True if keep is None else keep
         assert held.keep.tolist() == wanted.tolist()
-    assert stops > 10
-
-
-def test_rows_of_a_batch_that_was_interrupted_are_in_no_later_fingerprint(monkeypatch):
-    """They lay behind a smaller batch, which was taken for another one when it came again."""
-    private, (x, y) = make(compiled=True, rule=SinglePass(steps=12)), data()
-    private.step(LOSS, x[:8], y[:8])
-    private.step(LOSS, x[8:13], y[8:13])
-    copy_ = torch._foreach_copy_
-
-    def stopped(*given, **more):
-        copy_(*given, **more)
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(torch, "_foreach_copy_", stopped)
-        with pytest.raises(KeyboardInterrupt):
-            private.step(LOSS, x[13:21], y[13:21])
-    for rows in (slice(21, 27), slice(24, 32)):
-        private.step(LOSS, x[rows], y[rows])
-    with pytest.raises(ParticipationViolation, match="seen before"):
-        private.step(LOSS, x[21:27], y[21:27])
 
 
 NEWER_NAMES = """
@@ -486,25 +379,6 @@ def test_precision_by_its_newer_names_is_looked_at_too():
     assert os.waitpid(child, 0)[1] == 0
 
 
-def test_a_step_that_is_not_yet_in_the_table_is_there_for_the_next(monkeypatch):
-    """The table of units is told behind the release; an interrupt there loses nothing."""
-    private, never = make(compiled=True), make(compiled=True)
-    list(walk(never, 3))
-    list(walk(private, 1))
-    with monkeypatch.context() as patch:
-        patch.setattr("noshuffle.release.units.UnitTable.update", interrupted)
-        with pytest.raises(KeyboardInterrupt):
-            list(walk(private, 1, start=1))
-    assert private.steps_done == private.steps_released == 2
-    x, y = data()
-    with pytest.raises(ParticipationViolation, match="unit 8 may not"):
-        private.step(LOSS, x[8:16], y[8:16], ids=range(8, 16))
-    list(walk(private, 1, start=2))
-    assert torch.equal(weights(private), weights(never))
-    counts = [run.ledger.units()[1].count.tolist() for run in (private, never)]
-    assert counts[0] == counts[1] == [1] * 24
-
-
 def test_empty_and_sampled_batches():
     rule = Poisson(steps=13, rate=0.25)
     runs = [make(compiled=c, rule=rule, strategy=identity()) for c in (False, True)]
@@ -517,7 +391,7 @@ def test_empty_and_sampled_batches():
             private.step(LOSS, x[rows], y[rows], ids=rows)
     nobody = type("Nobody", (), {"handed_out": lambda self, t: np.empty(0, int)})()
     for private in runs:
-        private.ledger.sampler = nobody
+        private._parts.release._sampler = nobody
         private.step(LOSS, x[:0], y[:0], ids=[])
     torch.testing.assert_close(weights(runs[1]), weights(runs[0]), **CLOSE)
 
@@ -759,39 +633,25 @@ def test_a_signal_is_waited_for_and_a_lost_one_is_an_error(monkeypatch):
         signal.wait()
 
 
-def interrupted(*_, **__):
-    raise KeyboardInterrupt
-
-
-@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "fingerprints"])
-@pytest.mark.parametrize("place", ["start", "prints", "record", "release"])
-def test_an_interrupted_step_leaves_no_raw_sum_and_can_be_repeated(monkeypatch, has_ids, place):
+@pytest.mark.parametrize("has_ids", [True, False], ids=["ids", "none"])
+@pytest.mark.parametrize("place", ["graphs.Captured.__call__", "update.FusedSGD.before"])
+def test_an_interrupted_step_leaves_no_raw_sum_and_ends_the_run(monkeypatch, has_ids, place):
     """The place of the sum is that of the gradients given out before."""
-    private, never = make(compiled=True), make(compiled=True)
-    for run in (private, never):
-        list(walk(run, 2, has_ids=has_ids))
-    list(walk(never, 1, start=2, has_ids=has_ids))
+
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    private = make(compiled=True)
+    list(walk(private, 2, has_ids=has_ids))
     (program,) = private.compiled._programs.values()
-    patches = {
-        "start": ("noshuffle.training.compiled.graphs.Captured.__call__", interrupted),
-        "prints": ("noshuffle.training.compiled.program.fingerprint.of_batch", interrupted),
-        "record": ("noshuffle.release.ledger_file.time.time", interrupted),
-        "release": ("noshuffle.training.compiled.update.FusedSGD.before", interrupted),
-    }
-    if place != "prints" or not has_ids:
-        with monkeypatch.context() as patch:
-            patch.setattr(*patches[place])
-            with pytest.raises(KeyboardInterrupt):
-                list(walk(private, 1, start=2, has_ids=has_ids))
-        assert all(bool((v == 0).all()) for v in program.sums.values.values())
-        assert private.steps_released == (3 if place == "release" else 2)
-        x, y = data()
-        if place == "release":  # recorded: nothing but the same batch may follow
-            told = "its sum now differs" if has_ids else "other data"
-            with pytest.raises(ReplayRefused, match=told):
-                private.step(LOSS, x[:8], y[:8], ids=range(8) if has_ids else None)
-    list(walk(private, 1, start=2, has_ids=has_ids))
-    assert torch.equal(weights(private), weights(never))
+    with monkeypatch.context() as patch:
+        patch.setattr(f"noshuffle.training.compiled.{place}", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            list(walk(private, 1, start=2, has_ids=has_ids))
+    assert all(bool((v == 0).all()) for v in program.sums.values.values())
+    assert private.steps_released == 3
+    with pytest.raises(NoshuffleError, match="half-way"):
+        list(walk(private, 1, start=3, has_ids=has_ids))
 
 
 @pytest.mark.parametrize("given", [np.zeros(3000), [1.0, 2.0], {"a": np.ones(8)}])

@@ -74,7 +74,7 @@ def accelerated_srgd(
     plan = problem.plan(SinglePass(steps), mechanism)
     bound = increment_bound(loss, radius=radius, steps=steps) / size
     noise = plan.noise_multiplier * bound
-    release = problem.door(plan, scale=noise)
+    release = problem.releases(plan, scale=noise)
     if learning_rate is None:
         bend = max(loss.smoothness + loss.ridge, 1e-12)
         # E‖t·d̃_t − t·∇F‖² is about t·L²/size + d(noise·E)²; balance R²/η with η·Σ of it.

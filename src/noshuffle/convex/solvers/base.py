@@ -18,10 +18,11 @@ from functools import lru_cache
 from types import MappingProxyType
 
 from noshuffle.accounting import gaussian, gdp, renyi
+from noshuffle.accounting.bisection import bracket
 from noshuffle.convex.arrays import Array
 from noshuffle.errors import InvalidInput, Unsupported, one_of, open_unit, positive
-from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
-from noshuffle.statement import PrivacyStatement
+from noshuffle.plan.statement import PrivacyStatement
+from noshuffle.release.spending import OTHER_RUNS, TEST_SEED
 
 #: The first is the default of every solver and estimator; the second covers twice as much.
 NEIGHBOURS = ("zero-out", "replace-one")
@@ -69,18 +70,13 @@ def rho_budget(*, epsilon: float, delta: float) -> float:
 
 @lru_cache(maxsize=64)  # it takes longer than a small run
 def _largest_rho(epsilon: float, delta: float) -> float:
-    low, high = 0.0, 1.0
+    def exceeds(rho: float) -> bool:
+        return renyi.epsilon_from_rho(rho=rho, delta=delta, real_orders=True) > epsilon
 
-    def meets(rho: float) -> bool:
-        return renyi.epsilon_from_rho(rho=rho, delta=delta, real_orders=True) <= epsilon
-
-    while meets(high):
+    high = 1.0
+    while not exceeds(high):
         high *= 2
-    for _ in range(200):
-        middle = (low + high) / 2
-        if middle in (low, high):
-            break
-        low, high = (middle, high) if meets(middle) else (low, middle)
+    low, _ = bracket(exceeds, 0.0, high)
     if low == 0:
         raise Unsupported(f"no zCDP budget is found for epsilon={epsilon:g}, delta={delta:g}")
     return low
@@ -157,6 +153,7 @@ def guarantee(
             *notes,
             *((TEST_SEED,) if is_test else ()),
         ),
+        participation_checked=True,
         **words,
     )
 

@@ -83,7 +83,7 @@ def ftrl(
     if regularization is None:
         regularization = best_regularization(problem, plan, batch_size=batch_size)
     positive(regularization=regularization)
-    release = problem.door(plan, scale=noise)
+    release = problem.releases(plan, scale=noise)
     iterates = np.empty((steps, d)) if keep_iterates else None
     average, w = np.zeros(d), domain.project(np.zeros(d))
     for t in range(steps):

@@ -30,9 +30,9 @@ from noshuffle.convex.solvers.base import guarantee
 from noshuffle.convex.solvers.problem import source_of
 from noshuffle.errors import InvalidInput, Unsupported, one_of, positive
 from noshuffle.noise.laws import KeyedDraws
+from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.account import Account, check_budget
-from noshuffle.release.facts import OTHER_RUNS
-from noshuffle.statement import PrivacyStatement
+from noshuffle.release.spending import OTHER_RUNS
 
 NOISES = ("laplace", "gumbel", "permute-and-flip")
 NEIGHBOURS = ("zero-out", "replace-one", "add-remove")
@@ -113,7 +113,7 @@ def noisy_max(
     )
     if budget is not None:
         check_budget(budget)
-        charge = budget.open("noisy_max", statement)
+        charge = budget.reserve("noisy_max", statement)
         charge.settle(statement)
         statement = statement.counted_in(charge.words(), OTHER_RUNS)
     index = choose(values, scale=scale, noise=noise, draws=KeyedDraws(source, name="draws"))

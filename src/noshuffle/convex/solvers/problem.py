@@ -14,10 +14,9 @@
 
 All noise comes from one `Source`: a fresh key of the operating system for every run, or a named
 test seed, which anybody can repeat: then the statement says NOT PRIVATE, because the source does.
-Sums leave by the door of the library (`release.Release`, in memory): row t of scale·C⁻¹Z on the
-public grid (`noise.grid`). `gaussians` has a scale of its own in every step: it releases
-value/scale with unit noise on the grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale.
-State: the noise streams.
+Sums leave by `release.Release`, in memory: row t of scale·C⁻¹Z on the public grid (`noise.grid`).
+`gaussians` has a scale of its own in every step: it releases value/scale with unit noise on the
+grid, and multiplies afterwards, so the grid is 2⁻¹⁰·scale. State: the noise streams.
 
 >>> from noshuffle.convex.losses import linear
 >>> problem = Problem.of(linear(), np.ones((4, 1)), None, epsilon=1.0, delta=1e-6, test_seed="doc")
@@ -58,8 +57,8 @@ from noshuffle.optim.norms import Norm
 from noshuffle.participation import Participation, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account, Charge, check_budget
-from noshuffle.release.facts import OTHER_RUNS, TEST_SEED
 from noshuffle.release.release import Release
+from noshuffle.release.spending import OTHER_RUNS, TEST_SEED
 from noshuffle.strategies import Strategy, identity
 
 _BOUND = "The Lipschitz bound of the loss takes the place of the clip norm; nothing is clipped."
@@ -183,21 +182,25 @@ class Problem:
         plan = Plan.fit(
             SinglePass(steps), mechanism=strategy, noise_multiplier=1.0, neighbours="zero-out"
         )
-        return self.door(plan, scale=scale, size=size)
+        return self.releases(plan, scale=scale, size=size)
 
-    def door(self, plan: Plan, *, scale: float, size: int | None = None) -> Callable[..., Array]:
+    def releases(
+        self, plan: Plan, *, scale: float, size: int | None = None
+    ) -> Callable[..., Array]:
         """Releases under a plan, one value a step, with noise of deviation scale·(rows of C⁻¹).
 
-        The clip norm of the door is scale/z: the bound on one unit, by which a plan's noise
-        multiplier z is told.
+        Their clip norm is scale/z: the bound on one unit, by which a plan's noise multiplier z is
+        told.
         """
         name, bound = f"stream {next(self._streams)}", scale / plan.noise_multiplier
         shapes, source = {name: (size or self.d,)}, self.source if self.source.is_test else None
-        release = Release.begin(plan, shapes, clip=bound, source=source)
+        release = Release(plan, shapes, clip=bound, source=source)
 
         def released(value: Array) -> Array:
             out = {name: torch.tensor(value, dtype=torch.float64, device="cpu")}
-            release.add_noise_(out)  # a row in memory, without ids, would guard nothing
+            ticket = release.admit(None)  # the rows of one table are units by their place
+            release.close(ticket, out)
+            release.finish(ticket)
             return np.asarray(out[name].numpy())
 
         return released
@@ -236,7 +239,7 @@ class Problem:
         check_budget(account)
         record: dict[str, Any] = {"mu": self.mu} if self.delta else {"epsilon": self.epsilon}
         said = self.solution(np.empty(0), {}, sensitivity=1.0, noise=1.0, mechanism=name, **record)
-        return account.open(name, said.statement)
+        return account.reserve(name, said.statement)
 
 
 def charged(charge: Charge | None, found: Solution) -> Solution:

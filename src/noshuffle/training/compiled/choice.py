@@ -5,11 +5,9 @@
     agree     same rows marked as bad, and ‖sum − truth‖ ≤ 10⁻⁴·max(‖truth‖, c); TF32, half: 10⁻²;
               of half the rows norms differ by 5 % at most, as this batch may have none that is
               clipped, and later ones may
-    exact     four replays with the same bits
 
 The order is that of speed on small models, last to first in `sum`; nothing is timed, so that two
-runs of one model choose alike and end with the same bits. The answer is written into the ledger, so
-that a resumed run repeats the same arithmetic. No state.
+runs of one model choose alike and end with the same bits. No state.
 """
 
 from __future__ import annotations
@@ -18,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.factor import SLACK, slack
@@ -30,8 +27,6 @@ from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.sum import candidates
 from noshuffle.training.generators import generators
 
-#: The fact of a ledger that names the form, and whether it is exact.
-FACT = "program"
 #: Part by which norms in two forms may differ: tolerances for rounding, and TF32.
 MOST_APART = 0.05
 #: Smaller norms are not compared: what vanishes in squares of single precision is most of them.
@@ -68,8 +63,6 @@ def choose(
     if not agree(eager(), truth, bound=bound, is_half=is_half):
         say("two runs on the same batch differ, so the model draws from elsewhere: eager")
         return None
-    fact = parts.ledger.meta(FACT) or ""
-    wanted = fact.rpartition("; ")[0]
     builders = candidates(
         parts.engine,
         parts.model,
@@ -77,13 +70,11 @@ def choose(
         program.batch,
         program.keep,
         clip=clip,
-        fuse=fuse or wanted.endswith("fused"),
+        fuse=fuse,
         show=program.show,
         users=program.users,
     )
     for name in reversed(builders):
-        if wanted and name != wanted:
-            continue
         try:
             with repeatable():  # a form may run a batch to see what it is made of
                 total = builders[name]()
@@ -98,8 +89,6 @@ def choose(
             line = " ".join(str(error).split())[:160]
             say(f"the sum by {name} was not taken ({type(error).__name__}: {line})")
             continue
-        if not fact:
-            parts.ledger.bind(FACT, f"{name}; {'exact' if _repeats(program) else 'inexact'}")
         return name
     return None
 
@@ -133,13 +122,3 @@ def reseed(program: Program) -> None:
     """The same random numbers again, for layers that draw; the caller restores the state."""
     for own in generators(program.device):
         own.manual_seed(0)
-
-
-def _repeats(program: Program) -> bool:
-    """Whether replays give the same bits (random layers: from the same random state)."""
-    seen: list[list[Tensor]] = []
-    for _ in range(4):
-        reseed(program)
-        program.sum()
-        seen.append([value.clone() for value in program.values.values()])
-    return all(torch.equal(a, b) for other in seen[1:] for a, b in zip(seen[0], other))

@@ -28,14 +28,12 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.graph_memory import holding
 from noshuffle.errors import NoshuffleError
-from noshuffle.release.guard import Mask
+from noshuffle.participation import Mask
 
 #: Looks at the count before other threads get their turn, and before the host lets the device tell.
 _TURN, _PATIENCE = 256, 2**18
 #: Lets others run, for a third of a microsecond if there are none; time.sleep(0) takes 57 of them.
 _turn: Callable[[], Any] = getattr(os, "sched_yield", bool)
-#: Of `BatchBuffers`: which rows count was said by somebody else, or half.
-UNKNOWN = (-1, b"")
 
 
 class BatchBuffers:
@@ -68,7 +66,7 @@ class BatchBuffers:
             for leaf in leaves
             if isinstance(leaf, Tensor)
         ]
-        filled, self._filled = self._filled, self.capacity  # an interrupt may leave rows anywhere
+        filled, self._filled = self._filled, size
         if size == self.capacity:
             torch._foreach_copy_(self.tensors, given, non_blocking=True)
         else:
@@ -76,15 +74,14 @@ class BatchBuffers:
                 buffer[:size].copy_(leaf, non_blocking=True)
                 if size < filled:
                     buffer[size:filled].zero_()
-        self._filled = size
 
     def weigh(self, size: int, keep: Mask | None) -> None:
         """Say which of the `size` rows count (None: all). The others are made zero."""
         key = (size, b"" if keep is None else keep.tobytes())
         if key != self._kept:
             before, marks = self._kept
-            self._kept = UNKNOWN  # an interrupt may come before it is done
-            if keep is None and before >= 0 and not marks:
+            self._kept = key
+            if keep is None and not marks:
                 # Draws change their size in every step. A fill is queued, where a copy from the
                 # host would wait until the device has done all that it was given before.
                 low, high = sorted((before, size))
@@ -93,7 +90,6 @@ class BatchBuffers:
                 mask = np.zeros(self.capacity, dtype=bool)
                 mask[:size] = True if keep is None else keep
                 self.keep.copy_(torch.from_numpy(mask))
-            self._kept = key
         if keep is not None:
             for buffer in self.tensors:
                 buffer.masked_fill_(~self.keep.view(-1, *[1] * (buffer.dim() - 1)), 0)

@@ -1,17 +1,14 @@
 """The clipped sum of one kind of batch as CUDA graphs over buffers that stay where they are.
 
-    digest    fingerprints of a batch without ids                → 32 bytes a tensor to the host
     sum       per-example gradients, clip, sum                   → losses, then norms to the host
 
-Of a kind of batch that came without ids, fingerprints are the beginning of the sum's graph: one
-launch less. What comes behind is a graph of its own (`release`): the ledger is written while the
-device is at work on `sum`. Nothing here decides anything: order and guard are those of `step`.
-State: the buffers, and what the last step left in them until the next one.
+What comes behind is a graph of its own (`release`). Nothing here decides anything: order and guard
+are those of `step`. State: the buffers, and what the last step left in them until the next one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -20,10 +17,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from noshuffle.clipping.products import repeatable
-from noshuffle.release import fingerprint
-from noshuffle.release.digest import Keys, Printer
-from noshuffle.release.guard import Mask
-from noshuffle.release.unit_ids import Ids
+from noshuffle.participation import Mask
+from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
 from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, warmed
 from noshuffle.training.compiled.release import CapturedRelease
@@ -46,38 +41,25 @@ class Program(BatchBuffers):
         batch: tuple[Any, ...],
         *,
         capacity: int,
-        keys: Keys,
         captures: bool,
-        has_digest: bool = False,
     ) -> None:
-        super().__init__(batch, capacity=capacity, device=keys.device)
-        self.parts, self.captures, self._keys = parts, captures, keys
-        #: Whether each sum begins with the fingerprints of what is staged.
-        self.has_digest = has_digest
+        super().__init__(batch, capacity=capacity, device=parts.device)
+        self.parts, self.captures = parts, captures
         self.users: StagedUsers | None = None
         if parts.groups_users:
             is_mean = parts.reduce == "mean"
-            self.users = StagedUsers(capacity=capacity, device=keys.device, is_mean=is_mean)
+            self.users = StagedUsers(capacity=capacity, device=parts.device, is_mean=is_mean)
         #: Which numbers of the report are norms of units.
         self.units: Ids | slice = slice(0)
-        self.structure = repr(self.spec).encode()
-        self._printer = Printer(keys, [[buffer] for buffer in self.tensors])
         self._pool = torch.cuda.graph_pool_handle() if captures else None
-        self._prints = self._host((len(self.tensors), 4), torch.int64)
         self._report = self._host((3, capacity), torch.float32)
         self._losses = self._host((capacity,), torch.float32)
         # The same memory as NumPy sees it; to ask for such a view takes longer than to read it.
-        self._told: tuple[NDArray[np.int64], Rows, Rows] = (
-            self._prints.numpy(),
-            self._report.numpy(),
-            self._losses.numpy(),
-        )
-        self._digested, self._shown, self._summed = (
-            Signal(self.device, captures=captures) for _ in range(3)
-        )
+        self._told: tuple[Rows, Rows] = self._report.numpy(), self._losses.numpy()
+        self._shown, self._summed = (Signal(self.device, captures=captures) for _ in range(2))
         self._is_shown = False
         self.sums: Sums | None = None
-        self._digest = self._sum = Captured(lambda: None, captures=False)
+        self._sum = Captured(lambda: None, captures=False)
         #: Whether the sum draws random numbers, so that each step must set the generator.
         self.is_random = True
         #: What becomes of the sum.
@@ -97,11 +79,6 @@ class Program(BatchBuffers):
     def _captured(self, do: Callable[[], None]) -> Captured:
         return Captured(do, captures=self.captures, pool=self._pool)
 
-    def capture_digest(self) -> None:
-        """Ready the fingerprints of the batch."""
-        self._do_digest()
-        self._digest = self._captured(self._do_digest)
-
     def find_draws(self) -> None:
         """Find out whether the sum, which must be ready, draws random numbers."""
         if self.captures:
@@ -117,8 +94,6 @@ class Program(BatchBuffers):
         self._is_shown = False
 
         def do() -> None:
-            if self.has_digest:
-                self._do_digest()
             sums = total(self.batch, self.keep)
             report = sums.report
             if report is None:
@@ -136,11 +111,7 @@ class Program(BatchBuffers):
     def end_with(self, update: Update) -> None:
         """Ready what becomes of the sum, which must be ready."""
         self.ending = CapturedRelease(
-            self.parts,
-            lambda: self.values,
-            keys=self._keys,
-            captures=self.captures,
-            pool=self._pool,
+            self.parts, lambda: self.values, captures=self.captures, pool=self._pool
         )
         self.forget()  # its place is given out as the private gradient from here on
         self.ending.capture(update)
@@ -151,25 +122,7 @@ class Program(BatchBuffers):
         self._shown.raise_()
         self._is_shown = True
 
-    # -- what the graphs hold ------------------------------------------------------------------
-
-    def _do_digest(self) -> None:
-        self._prints.copy_(self._printer.run_(), non_blocking=True)
-        self._digested.raise_()
-
     # -- one step ------------------------------------------------------------------------------
-
-    def digest(self) -> None:
-        """Start the fingerprints of what is staged, without its sum."""
-        self._digested.expect()
-        self._digest()
-
-    def print_of(self, batch: tuple[Any, ...], leaves: Sequence[Any]) -> bytes:
-        """The fingerprint of the batch that was staged; waits for what was started."""
-        self._digested.wait()
-        digests, flat = [row.tobytes() for row in self._told[0]], (leaves, self.structure)
-        secret = self.parts.secret
-        return fingerprint.of_batch(batch, None, secret=secret, digests=digests, flat=flat)
 
     def stage_units(self, size: int, keep: Mask | None, ids: Ids | None) -> None:
         """Say whose the rows are, where users are clipped."""
@@ -181,8 +134,6 @@ class Program(BatchBuffers):
 
     def sum(self) -> None:
         """Start the clipped sum of what is staged."""
-        if self.has_digest:
-            self._digested.expect()
         self._shown.expect()
         self._summed.expect()
         self._sum()
@@ -192,23 +143,15 @@ class Program(BatchBuffers):
         if self.sums is not None:
             torch._foreach_zero_(list(self.sums.values.values()))
 
-    def give_up(self) -> None:
-        """A step did not come to its end: nothing of it is left, or waited for."""
-        self.forget()
-        self._reset()
-        if self.ending is not None:
-            self.ending.reset()
-
     def _reset(self) -> None:
-        """Expect nothing that is on its way: somebody may have been interrupted before a graph was
-        started that would have told."""
-        for signal in (self._digested, self._shown, self._summed):
+        """Expect nothing: what was run to try a graph has raised the signals."""
+        for signal in (self._shown, self._summed):
             signal.reset()
 
     def report(self) -> Rows:
         """Losses, norms and non-finite marks of all rows, until the next step; waits."""
         self._summed.wait()
-        return self._told[1]
+        return self._told[0]
 
     def losses(self) -> Rows:
         """Losses of all rows of the buffers, until the next step; waits for them alone."""
@@ -216,4 +159,4 @@ class Program(BatchBuffers):
             first: Rows = self.report()[0]
             return first
         self._shown.wait()
-        return self._told[2]
+        return self._told[1]

@@ -22,7 +22,6 @@ from torch.utils._pytree import tree_flatten
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.objective import Criterion, take
 from noshuffle.clipping.statefulness import put_back_after
-from noshuffle.release.digest import Keys
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step_parts import Parts
@@ -85,7 +84,6 @@ class Programs:
         self.parts, self.capacity, self.captures = parts, capacity, captures
         self.fallbacks: list[str] = []
         self.device = parts.device
-        self._keys = Keys(parts.secret, device=self.device)
         self._programs: dict[Any, Program | None] = {}
         self._kept_alive: list[Any] = []
         self._stores: list[dict[str, Any]] = []
@@ -181,7 +179,6 @@ class Programs:
         size: int,
         *,
         fuse: bool,
-        has_digest: bool,
         finish: Callable[[Program], None],
     ) -> tuple[Program, str] | None:
         """A program with the best form of the clipped sum, and its name.
@@ -191,14 +188,7 @@ class Programs:
         devices = [self.device] if self.device.type == "cuda" else []
         with self.at_home(), torch.random.fork_rng(devices=devices):
             try:
-                program = Program(
-                    self.parts,
-                    batch,
-                    capacity=self.capacity,
-                    keys=self._keys,
-                    captures=self.captures,
-                    has_digest=has_digest,
-                )
+                program = Program(self.parts, batch, capacity=self.capacity, captures=self.captures)
                 # Trials take rows of these buffers: zeros cannot be taken to extremes.
                 full = take(batch, torch.arange(self.capacity, device="cpu") % size)
                 program.stage(tree_flatten(full)[0], self.capacity)

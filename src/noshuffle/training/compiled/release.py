@@ -1,10 +1,7 @@
-"""What becomes of a clipped sum that stays where it is, as CUDA graphs.
+"""What becomes of a clipped sum that stays where it is, as a CUDA graph: noise, division, update.
 
-    digest    of the sum, for a step that somebody must compare first       → 24 bytes to the host
-    release   the same; add the noise, divide, update                       → 24 bytes to the host
-
-Nothing here decides anything: the ledger must hold the step. State: what was captured, and digests
-on their way to the host.
+Nothing here decides anything: `Release.use` must have let the step through. State: what was
+captured.
 """
 
 from __future__ import annotations
@@ -15,23 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from noshuffle.errors import Unsupported
-from noshuffle.release import tags
-from noshuffle.release.digest import DigestRing, Keys, Printer
 from noshuffle.training.compiled.graphs import Captured
 from noshuffle.training.compiled.update import FrozenSetting, Update
 from noshuffle.training.step_parts import Parts
-
-
-def in_memory(value: Tensor) -> Tensor:
-    """The numbers of a parameter in the order in which they lie (channels last, say)."""
-    flat = value.detach()
-    if flat.is_contiguous():
-        return flat
-    span = 1 + sum((size - 1) * stride for size, stride in zip(flat.shape, flat.stride()))
-    if span != flat.numel():
-        raise Unsupported("a parameter has gaps in memory")
-    return flat.as_strided((flat.numel(),), (1,))
 
 
 def _as_it_lies(value: Tensor, parameter: Tensor) -> Tensor:
@@ -42,8 +25,8 @@ def _as_it_lies(value: Tensor, parameter: Tensor) -> Tensor:
 
 
 class CapturedRelease:
-    """Digest, noise, division and update for the sum that `values_fn` gives; what a graph was
-    captured with stays where it is. The private gradient takes the place of the sum.
+    """Noise, division and update for the sum that `values_fn` gives; what a graph was captured with
+    stays where it is. The private gradient takes the place of the sum.
 
     Guarantees: `release` adds the noise of the next step of the stream, once.
     """
@@ -53,7 +36,6 @@ class CapturedRelease:
         parts: Parts,
         values_fn: Callable[[], dict[str, Tensor]],
         *,
-        keys: Keys,
         captures: bool,
         pool: Any = None,
     ) -> None:
@@ -62,27 +44,7 @@ class CapturedRelease:
         self._grads: dict[nn.Parameter, Tensor] = {}
         self.update: Update | None = None
         self._frozen: list[FrozenSetting] = []
-        self._hash = self._release = Captured(lambda: None, captures=False)
-        self._ring: DigestRing | None = None
-        self._printer: Printer | None = None
-        if captures:
-            self._ring = DigestRing(keys.device)
-            # Its tables are sent to the device here: inside a capture they would be sent again
-            # with every replay, from memory that is somebody else's by then.
-            self._printer = Printer(keys, [[in_memory(value) for value in self._printed]])
-            torch.cuda.synchronize(keys.device)
-            self._publish()
-            self._hash = self._captured(self._publish)
-            self._ring.reset()
-
-    @property
-    def _printed(self) -> list[Tensor]:
-        """What the digest covers."""
-        sums = self._values_fn()
-        return [sums[name] for name in sorted(sums)]
-
-    def _captured(self, do: Callable[[], None]) -> Captured:
-        return Captured(do, captures=self.captures, pool=self._pool)
+        self._release = Captured(lambda: None, captures=False)
 
     def capture(self, update: Update) -> None:
         """Ready noise, division and this update."""
@@ -90,24 +52,16 @@ class CapturedRelease:
         update.prepare()
         if self.captures:
             self.parts.noise.prepare(self._values_fn(), counts_itself=True)
-        self._release = self._captured(self._do)
+        self._release = Captured(self._do, captures=self.captures, pool=self._pool)
         self._frozen = update.frozen()
 
     # -- what the graphs hold ------------------------------------------------------------------
 
-    def _publish(self) -> None:
-        assert self._ring is not None
-        assert self._printer is not None
-        self._ring.publish_(self._printer)
-
     @torch.no_grad()
     def _do(self) -> None:
         assert self.update is not None
-        if self._ring is not None:
-            self._publish()
         values = self._values_fn()
-        self.parts.noise.add_(values)
-        torch._foreach_mul_(list(values.values()), 1.0 / self.parts.planned_batch)
+        self.parts.noise.add_(values, times=1.0 / self.parts.planned_batch)
         self._grads = {p: _as_it_lies(values[n], p) for n, p in self.parts.parameters.items()}
         self._give()
         if self.update.is_captured:
@@ -120,30 +74,12 @@ class CapturedRelease:
 
     # -- one step ------------------------------------------------------------------------------
 
-    def digest(self, *, is_now: bool) -> Callable[[], bytes]:
-        """The digest of the sum, to be waited for within the next few steps.
-
-        It comes with `release`, or by itself where somebody must know it first (`is_now`).
-        """
-        ring = self._ring
-        if ring is None:
-            here = tags.of_group(self._printed, self.parts.secret)
-            return lambda: here
-        if is_now:
-            number = ring.expect()
-            self._hash()
-        else:
-            number = ring.expected + 1
-        return lambda: ring.read(number)
-
     def release(self) -> None:
-        """Noise, division, update. The ledger must hold the step."""
+        """Noise, division, update."""
         assert self.update is not None
         self.update.before()
         if self.captures:
             self.parts.noise.announce(counts_itself=True)
-        if self._ring is not None:
-            self._ring.expect()
         self._release()
         self._give()
         if not self.update.is_captured:
@@ -156,9 +92,3 @@ class CapturedRelease:
         if not update.is_captured or not self.captures:
             return update.is_for_now and self.captures
         return not update.is_as(self._frozen)
-
-    def reset(self) -> None:
-        """Expect nothing that is on its way: somebody may have been interrupted before a graph was
-        started that would have told."""
-        if self._ring is not None:
-            self._ring.reset()

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.release.guard import Mask
-from noshuffle.release.unit_ids import Ids
+from noshuffle.participation import Mask
+from noshuffle.release.units import Ids
 from noshuffle.training.compiled import kernels
 
 COLUMNS = 1024
@@ -55,7 +55,6 @@ class StagedUsers:
         table[self.capacity : self.capacity + len(starts)] = starts
         if table.tobytes() == self._last:
             return
-        self._last = b""  # an interrupt may come before it is done
         self._table.copy_(torch.from_numpy(table))
         self.units.fill_(min(self.count, self.capacity - 1))  # rows that do not count: of nobody
         rows = torch.from_numpy(table[: len(own)].astype(np.int64))

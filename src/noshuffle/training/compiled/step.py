@@ -1,15 +1,11 @@
 """The compiled private step: the same Algorithm 1 as `step`, on graphs that are replayed.
 
-    host      admit ids ─ stage ─ start sum ─ ledger, digest of the last sum ─ release
-    device                        sum, its digest  ──────────────────────────►  noise, update
+    host      admit ─ stage ─ start sum ─ start release ─ finish
+    device                    sum ───────►  noise, update
 
-The host writes the ledger while the device computes, and waits for nothing of the step itself; the
-order is that of `Step`.
-
-Two differences. The digest of a sum is read when the next one is under way: after a crash the last
-step is passed over, not repeated. And the sum of a batch without ids is begun while its fingerprint
-is on its way; if the ledger refuses, it is made zero (with on_violation="drop" the order is
-strict). Smaller batches are padded with rows of weight zero; larger ones, or of another kind than
+The host waits for nothing of the step itself; the order is that of `Step`. A graph is captured
+before the first batch of its kind is admitted: a failed capture is no failed step, and goes the
+eager way. Smaller batches are padded with rows of weight zero; larger ones, or of another kind than
 the few captured, go the eager way. State: programs by kind of batch, and the log `fallbacks`.
 """
 
@@ -28,16 +24,14 @@ from torch import Tensor
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, batch_size
 from noshuffle.plan import Plan
-from noshuffle.release.guard import Mask
-from noshuffle.release.ledger import Admission
-from noshuffle.release.unit_ids import Ids
+from noshuffle.release.units import Ids
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.compiled.programs import Programs, flat, why_not
 from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.update import Update, update_for
 from noshuffle.training.generators import seeded
 from noshuffle.training.outcome import Outcome, Unread, mean_of_finite
-from noshuffle.training.step import check_in_step, rows_kept
+from noshuffle.training.step import check_ready, named_units
 from noshuffle.training.step_parts import Parts
 
 #: Captures of the update after which an optimizer whose settings go on changing is left alone.
@@ -60,9 +54,7 @@ def compiled_step(parts: Parts, plan: Plan, *, wanted: bool | str) -> tuple[Comp
 class Compiled(Programs):
     """Steps of one run as replays.
 
-    Guarantees: those of `Step`; see the module for the order of work. If anything fails before the
-    ledger is written, nothing was released. If something fails after it, noise and step are no
-    longer in step and the run goes on from its last checkpoint.
+    Guarantees: those of `Step`; see the module for the order of work.
     """
 
     def __init__(
@@ -73,92 +65,46 @@ class Compiled(Programs):
         self.fuse = fuse
         self._update: Update | None = None
         self._updates = 0
-        self._has_ids = True  # of the batch that a program is made for
 
     def step(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        ids: Any,
-        *,
-        index: int,
-    ) -> Pending | Outcome | None:
+        self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any
+    ) -> Pending | None:
         """One step, or None where it has to be an eager one."""
         parts, release = self.parts, self.parts.release
-        check_in_step(parts, index)
+        check_ready(parts)
         if parts.streams is not None:
             parts.streams.follow(self.device, list)  # what it reads lies in buffers that stay
         leaves, spec = flat(batch)
         program, size = self.again(loss_fn, batch) or (None, _size(batch, leaves))
-        own = None if ids is None else release.identify(ids, rows=size)
-        is_fresh = index >= release.released
-        admission = None if own is None else release.admit(index, own, drop=parts.drop)
+        own = named_units(parts, ids, size)
         if program is None:
-            self._has_ids = own is not None
             program = self.find(loss_fn, batch, leaves, spec, size=size)
         if program is None:
             return None
-        keep = None if admission is None else rows_kept(admission, size)
-        # Fingerprints are those of all rows; the ones left out are made zero after that.
-        is_early = admission is None and is_fresh and not parts.drop
-        is_released = False
+        assert program.ending is not None
         with self.at_home():
-            program.stage(leaves, size)
+            self.make_ready(program.ending)
+            ticket = release.admit(own, drop=parts.drop)
+            keep = ticket.keep
             try:
-                if own is None and not (is_early and program.has_digest):
-                    program.digest()
-                if is_early or admission is not None:
-                    self._sum(program, size, keep, index, own)
-                # The device is at work from here on: what the sum does not need is done meanwhile.
-                assert program.ending is not None
-                self.make_ready(program.ending)
-                if admission is None:
-                    name = program.print_of(batch, leaves)
-                    admission = release.admit(index, None, name, drop=parts.drop)
-                    keep = rows_kept(admission, size)
-                    if not is_early:
-                        self._sum(program, size, keep, index, None)
-                is_released = self.close(program.ending, admission)
-                if not is_released and not parts.skips_replays:
-                    raise release.refusal(index)
+                program.stage(leaves, size)
+                program.weigh(size, keep)
+                program.stage_units(size, keep, own)
+                if program.is_random:
+                    with seeded(release.seed(ticket.step), self.device):
+                        program.sum()
+                else:
+                    program.sum()
+                release.use(ticket)
+                program.ending.release()
+                release.finish(ticket)
             except BaseException:
-                release.ledger.collect_digests(or_lose=True)  # what comes later is lost
                 # The gradients that the last step gave out lie where the raw sum is now.
-                program.give_up()
+                program.forget()
                 raise
         rows = slice(size) if keep is None else np.flatnonzero(keep)
         left_out = 0 if keep is None else size - int(keep.sum())
-        seen = Pending(program, rows, left_out, program.units)
-        if is_released:
-            return seen
-        kept = seen.read(is_skipped=True)
-        program.forget()
-        release.skip()
-        return kept
-
-    def _sum(
-        self, program: Program, size: int, keep: Mask | None, index: int, ids: Ids | None
-    ) -> None:
-        """Start the clipped sum of the rows that count."""
-        program.weigh(size, keep)
-        program.stage_units(size, keep, ids)
-        if program.is_random:
-            with seeded(self.parts.release.seed(index), self.device):
-                program.sum()
-        else:
-            program.sum()
-
-    def close(self, ending: CapturedRelease, admission: Admission) -> bool:
-        """Record the step, then noise, division and update of a sum that is under way.
-
-        Returns False where a repeated sum differs from the released one: it must be passed over.
-        """
-        release = self.parts.release
-        raw = ending.digest(is_now=admission.is_replay)
-        if not release.commit(admission, lambda: release.finished(raw())):
-            return False
-        ending.release()
-        return True
+        return Pending(program, rows, left_out, program.units)
 
     def reset(self) -> None:
         """Forget everything that was captured."""
@@ -171,13 +117,10 @@ class Compiled(Programs):
         began = time.perf_counter()
 
         def finish(program: Program) -> None:
-            program.capture_digest()
             program.find_draws()
             program.end_with(self.update)
 
-        made = self.capture(
-            loss_fn, batch, size, fuse=self.fuse, has_digest=not self._has_ids, finish=finish
-        )
+        made = self.capture(loss_fn, batch, size, fuse=self.fuse, finish=finish)
         if made is None:
             return None
         program, name = made
@@ -223,12 +166,12 @@ class Pending(Unread):
     dropped: int
     units: Ids | slice
 
-    def read(self, *, is_skipped: bool = False) -> Outcome:
+    def read(self) -> Outcome:
         """Wait for it."""
         report = self.program.report()
         losses = torch.from_numpy(report[0, self.rows].copy())
         norms, bad = torch.from_numpy(report[1:, self.units].copy())
-        return Outcome(losses, norms, bad != 0, self.dropped, is_skipped=is_skipped)
+        return Outcome(losses, norms, bad != 0, self.dropped)
 
     @property
     def loss(self) -> float:
