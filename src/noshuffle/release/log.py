@@ -95,6 +95,8 @@ class Log:
         self.path, self.rows, self.head = path, list[Row](), START
         self._keeps, self._file, self._owner = keeps, -1, os.getpid()
         self._flusher: _Flusher | None = None
+        #: Whether nothing more may be appended.
+        self.is_closed = False
         if path is None:
             return
         self._lock(path)
@@ -133,13 +135,14 @@ class Log:
 
     def append(self, kind: str, **body: Any) -> Row:
         """Write a row; it survives a kill when this returns, and a power cut after `flush`."""
+        if self.is_closed:
+            raise NoshuffleError(f"{self.path or 'this log'} is closed; open it again")
         row = {"kind": kind, **body}
         if self.path is not None:
             text = json.dumps(row, separators=(",", ":"), allow_nan=False).encode()[:-1]
             self.head = _link(self.head, text)
             line = text + _LINK + self.head.encode() + b'"}\n'
-            if self._flusher is None:
-                raise NoshuffleError(f"{self.path} is closed; open it again")
+            assert self._flusher is not None
             self._flusher.check()
             try:
                 written = os.write(self._file, line)
@@ -164,12 +167,9 @@ class Log:
         if self._flusher is not None and self._flusher.lag > _LAG:
             self._flusher.wait()
 
-    @property
-    def is_closed(self) -> bool:
-        return self.path is not None and self._file < 0
-
     def close(self) -> None:
         """Flush and unlock. Forked workers share the open file, and would keep the lock."""
+        self.is_closed = True
         if self._file < 0:
             return
         handle, self._file = self._file, -1

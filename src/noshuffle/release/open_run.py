@@ -142,6 +142,15 @@ class OpenRun(OneOwner):
             raise InvalidInput("there is no run folder; give run='runs/NAME'")
         return self.folder
 
+    def check_open(self) -> None:
+        """Raise where the run was closed, or where a fork inherited it."""
+        self.check_owner()
+        if self.log.is_closed:
+            raise InvalidInput(
+                "this run was closed; open it again from its folder, or begin a new one that adds "
+                "up with it (without a folder their costs add up, too)"
+            )
+
     def flush(self) -> None:
         """Wait until every row is on the disk, before what came of it is stored or sent."""
         self.log.flush()

@@ -271,7 +271,7 @@ class Release(OpenRun):
 
     def check_ready(self) -> None:
         """Raise unless the next step may begin."""
-        self.check_owner()
+        self.check_open()
         if self._ticket is not None:
             raise NoshuffleError(
                 f"step {self._ticket.step} failed half-way, and this run object ended with it; "
@@ -351,7 +351,7 @@ class Release(OpenRun):
         return ids, set()
 
     def _check_ticket(self, ticket: Ticket) -> None:
-        self.check_owner()
+        self.check_open()
         if ticket is not self._ticket or ticket.is_used:
             raise ReuseRefused("the noise of a step is used once; admit the next step")
 
@@ -457,7 +457,7 @@ class Release(OpenRun):
         Guarantees: raises where the checkpoint is not one that this log names: another branch's, or
         one that was changed.
         """
-        self.check_owner()
+        self.check_open()
         found, state = self.need_folder().saved(), None
         if found:
             path, row = found[-1], self._row_of(found[-1])

@@ -126,8 +126,7 @@ class Private(TrainingRun):
         if os.getpid() != self._owner:
             self.check_owner()
         with self._turn:
-            if self._parts.is_over or not batch or not callable(loss_fn):
-                self._parts.check_open()
+            if not batch or not callable(loss_fn):
                 check_call(loss_fn, batch)
             self._advance(loss_fn, batch, ids)
 
@@ -172,7 +171,6 @@ class Private(TrainingRun):
     def _accumulate(self) -> Iterator[Step]:
         self.check_owner()
         with self._turn:
-            self._parts.check_open()
             step = Step(self._parts)
             with at_work(self._listener):
                 yield step
@@ -244,8 +242,8 @@ class Private(TrainingRun):
             )
         return self._optimizer
 
-    def _end(self) -> None:
-        super()._end()
+    def close(self) -> None:
+        super().close()
         self._let_go()
         if self._listener is not None:
             self._listener.stop()

@@ -58,7 +58,6 @@ class TrainingRun(OneOwner):
 
         Its noise is drawn and thrown away, nothing is updated, and it is charged.
         """
-        self._parts.check_open()
         self._outcome = None
         return self._parts.release.pass_over()
 
@@ -142,15 +141,10 @@ class TrainingRun(OneOwner):
         Its secret is destroyed then: nobody can take the noise off the model any more, and nothing
         that a finished run needs is lost.
         """
-        if not self._parts.is_over:
-            if isinstance(self._kept, Saver):
-                self._kept.save_whole()
-                self._kept.end()
-            self._parts.release.close_run()
-            self._end()
-
-    def _end(self) -> None:
-        self._parts.is_over = True
+        if isinstance(self._kept, Saver):
+            self._kept.save_whole()
+            self._kept.end()
+        self._parts.release.close_run()
 
     def write_statement(self) -> None:
         """Bring statement.json up to date with the log, if there is a run folder."""

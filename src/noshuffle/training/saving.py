@@ -45,7 +45,7 @@ class RunState:
 
     def save(self) -> Path:
         """Write a checkpoint and the statement into the run folder."""
-        self.parts.check_open()
+        self.parts.release.check_open()
         began = self.epoch_rng
         public = {
             "model": self._model.state_dict(),
@@ -60,7 +60,6 @@ class RunState:
 
         A run whose state could not be loaded is over, as a part of it may have been.
         """
-        self.parts.check_open()
         state = self.parts.release.restore()
         if state is None:
             return 0

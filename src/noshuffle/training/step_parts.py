@@ -1,7 +1,4 @@
-"""Parts: everything a private step is made of, and what is asked of a call.
-
-State: whether the run is over.
-"""
+"""Parts: everything a private step is made of, and what is asked of a call."""
 
 from __future__ import annotations
 
@@ -53,8 +50,6 @@ class Parts:
     pass_writes: PassWrites | None = field(default=None, repr=False)
     #: Who the rows of the next step are, where `private.batches` names them.
     names: RowNames = field(init=False, repr=False, compare=False)
-    #: Whether the run was closed: an engine may go on elsewhere.
-    is_over: bool = field(default=False, init=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -63,14 +58,6 @@ class Parts:
         self.streams = StreamOrder() if self.device.type == "cuda" else None
         self.names = RowNames(self.release)
         self.noise, self.threshold = self.release.noise, self.release.threshold
-
-    def check_open(self) -> None:
-        """Raise where the run was closed."""
-        if self.is_over:
-            raise InvalidInput(
-                "this run was closed; an unfinished one in a folder goes on after privatize(…, "
-                "run=…) and resume(), and without a folder a new run adds up with this one"
-            )
 
     @property
     def planned_batch(self) -> float:

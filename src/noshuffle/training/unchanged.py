@@ -172,7 +172,7 @@ class PrivateOptimizer(torch.optim.Optimizer):
     @untraced
     def step(self, closure: Callable[[], Any] | None = None, *, ids: Any = None) -> Any:
         """One private step from the backward passes since the last one."""
-        self._parts.check_open()
+        self._parts.release.check_open()
         loss = None
         if closure is not None:
             with torch.enable_grad():
