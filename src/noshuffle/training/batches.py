@@ -22,6 +22,7 @@ import numpy as np
 import torch
 from torch import Tensor
 from torch.utils.data import (
+    BatchSampler,
     DataLoader,
     Dataset,
     IterableDataset,
@@ -42,8 +43,10 @@ from noshuffle.release.units import Ids
 from noshuffle.training.named_loader import (
     NAME_THEM,
     OF_CALLER,
+    NamedBatch,
     NamedLoader,
     RowOrder,
+    named,
     turn_of,
     why_no_places,
 )
@@ -185,7 +188,7 @@ class PrivateBatches:
             )
         if why := why_no_places(loader):
             raise InvalidInput(f"{why}; {NAME_THEM}")
-        self._dataset, self._loader = loader.dataset, NamedLoader(loader)
+        self._dataset, self._loader, self._plain = loader.dataset, NamedLoader(loader), loader
         self.order = RowOrder(loader, seed=self._release.order_seed)
         #: Steps in one pass.
         self.length = -(-self.order.batches // parts)
@@ -214,13 +217,7 @@ class PrivateBatches:
         if first >= self._plan.steps:
             return
         number, behind = divmod(first, self.length)
-        begun = number * self.length
-        batches = self.order.of_pass(
-            number,
-            turn=turn_of(self._plan, number),
-            begin=lambda: self._private.return_to_epoch(begun),
-        )
-        release.bind("order", self.order.kind)
+        batches = self.of_pass(number)
         left = slice(behind * parts, (behind + self._plan.steps - first) * parts)
         for i, (rows, batch) in enumerate(self._loader.read(batches[left])):
             step, part = first + i // parts, i % parts
@@ -235,6 +232,31 @@ class PrivateBatches:
                 self._is_compared = True
             if self._names.open(self._places[rows], step=step, part=part):
                 yield batch
+
+    def loader(self, *, are_named: bool = True) -> DataLoader[NamedBatch]:
+        """A DataLoader of whole passes, for a loop that counts batches itself; see `open`."""
+        if are_named:
+            self.named()
+        return named(self._plain, _WholePass(self))
+
+    def open(self, rows: Sequence[int], *, part: int = 0) -> None:
+        """Name the rows of the batch that the next step, or part of it, takes."""
+        assert self._places is not None
+        step = self._release.step - (part > 0)
+        if not self._is_compared:
+            self._compare(self.of_pass(step // self.length), step // self.length)
+            self._is_compared = True
+        self._names.open(self._places[rows], step=step, part=part)
+
+    def of_pass(self, number: int) -> Sequence[Sequence[int]]:
+        """The batches of a pass; the run is held to where their order comes from."""
+        batches = self.order.of_pass(
+            number,
+            turn=turn_of(self._plan, number),
+            begin=lambda: self._private.return_to_epoch(number * self.length),
+        )
+        self._release.bind("order", self.order.kind)
+        return batches
 
     def _compare(self, batches: Sequence[Sequence[int]], number: int) -> None:
         """Raise where the sampler of the caller now gives other rows than those on record."""
@@ -262,6 +284,20 @@ class PrivateBatches:
                     f"record, so the order of this run is lost: {way if is_open else 'b'}egin a "
                     "new run that adds up with it (fork_of=)"
                 )
+
+
+class _WholePass(BatchSampler):
+    """The batches of the pass that the run stands in, from its first one on."""
+
+    def __init__(self, batches: PrivateBatches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        of = self._batches
+        return map(list, of.of_pass(of._release.step // of.length))
+
+    def __len__(self) -> int:
+        return self._batches.order.batches
 
 
 def batches_of(private: TrainingRun, loader: Any, *, parts: int = 1) -> PrivateBatches:
