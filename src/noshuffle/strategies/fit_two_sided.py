@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from noshuffle.errors import Unsupported, one_of
+from noshuffle.errors import Unsupported
 from noshuffle.participation import Participation
 from noshuffle.strategies.blt import Blt, two_sided
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
@@ -45,18 +45,14 @@ def fit_two_sided(
     buffers: int = 2,
     taps: int = 0,
     workload: Workload | None = None,
-    objective: str = "rms",
 ) -> Fit:
     """The two-sided gains with the least rms error × sensitivity, for one participation or Epochs.
 
-    Never worse than `fit_blt(…, gains=True)`, from which it starts and whose `start` it reports.
+    Never worse than `fit_blt(…, gains=True)`, from which it starts.
     `taps` (for Epochs) is how many past draws feed the filter besides the present one.
     """
     workload = workload or prefix()
-    one_of(("rms", "max"), objective=objective)
     n, _, k = layout(participation)
-    if objective == "max":
-        raise Unsupported("two-sided gains are fitted for rms error, got max error")
     check_two_sided(participation, workload)
     one_sided = fit_blt(participation, buffers=buffers, taps=taps, gains=True, workload=workload)
     start = one_sided.strategy
@@ -64,7 +60,7 @@ def fit_two_sided(
     rates = workload.rates(n)
 
     def measured(strategy: Blt) -> float:
-        return cost(strategy, participation, workload=workload, objective="rms")
+        return cost(strategy, participation, workload=workload)
 
     log_gains = np.log(start.gain_values(n))
     begin = np.clip(unbounded(start), *_START)
@@ -73,7 +69,7 @@ def fit_two_sided(
         starts.append((np.zeros(n), spaced(buffers, 0.3 * k / n, 0.6)))
     filter_ = start.decays, start.scales, start.taps, start.lag
     best = two_sided(*filter_, start.gain_values(n), np.ones(n))
-    value, converged, iterations = measured(best), one_sided.converged, one_sided.iterations
+    value, converged = measured(best), one_sided.converged
     for first, u in starts:
         found = search_gains(
             [first, np.zeros(n)],
@@ -87,11 +83,10 @@ def fit_two_sided(
             ftol=1e-8 if k > 1 else 1e-11,
             gtol=1e-6,
         )
-        iterations += found.iterations
         strategy = two_sided_at(found.gains, *np.split(found.x, [len(u)]), epochs=k)
         if (reached := measured(strategy)) < value:
             best, value, converged = strategy, reached, found.converged
-    return Fit(best, value, converged, iterations, one_sided.start)
+    return Fit(best, value, converged)
 
 
 def check_two_sided(participation: Participation, workload: Workload) -> None:

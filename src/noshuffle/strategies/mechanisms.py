@@ -39,7 +39,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normali
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
-from noshuffle.strategies.fit_forms import Fit, FitLayout, Goal, cost, layout
+from noshuffle.strategies.fit_forms import Fit, FitLayout, cost, layout
 from noshuffle.strategies.fit_staged import fit_staged
 from noshuffle.strategies.fit_tree import fit_tree
 from noshuffle.strategies.fit_two_sided import fit_two_sided
@@ -68,13 +68,7 @@ class FitRequest:
 
     participation: Participation
     workload: Workload
-    objective: str = "rms"
     options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def goal(self) -> Goal:
-        """What the error is measured by."""
-        return {"workload": self.workload, "objective": self.objective}
 
     @property
     def layout(self) -> FitLayout:
@@ -88,13 +82,12 @@ class FitRequest:
         return buffers + 1 if bands is None and buffers is not None else bands
 
     def measure(self, strategy: Strategy) -> float:
-        """Error times sensitivity of a candidate."""
-        return cost(strategy, self.participation, **self.goal)
+        """Rms error × sensitivity of a candidate."""
+        return cost(strategy, self.participation, workload=self.workload)
 
     def closed_form(self, strategy: Strategy) -> Fit:
         """A closed form as a fit: nothing to search, so it has converged."""
-        value = self.measure(strategy)
-        return Fit(strategy, value, converged=True, iterations=0, start=value)
+        return Fit(strategy, self.measure(strategy), converged=True)
 
 
 @dataclass(frozen=True)
@@ -173,7 +166,7 @@ def _identity(request: FitRequest) -> Fit:
 def _tree(request: FitRequest) -> Fit:
     names = MECHANISMS["tree"].options
     given = {name: value for name, value in request.options.items() if name in names}
-    return fit_tree(request.participation, **request.goal, **given)
+    return fit_tree(request.participation, workload=request.workload, **given)
 
 
 def _unit_columns(request: FitRequest, found: Fit) -> Fit:
@@ -215,13 +208,15 @@ def _bisr(request: FitRequest) -> Fit:
 
 
 def _banded(request: FitRequest) -> Fit:
-    found = fit_banded(request.participation, bands=_kept_bands(request), **request.goal)
-    return _unit_columns(request, found)
+    bands, workload = _kept_bands(request), request.workload
+    return _unit_columns(request, fit_banded(request.participation, bands=bands, workload=workload))
 
 
 def _banded_inverse(request: FitRequest) -> Fit:
-    found = fit_banded_inverse(request.participation, bands=request.bands or 16, **request.goal)
-    return _unit_columns(request, found)
+    bands, workload = request.bands or 16, request.workload
+    return _unit_columns(
+        request, fit_banded_inverse(request.participation, bands=bands, workload=workload)
+    )
 
 
 def _blt(request: FitRequest, *, name: str) -> Fit:
@@ -233,7 +228,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     """
     n, _, most = request.layout
     buffers = request.options.get("buffers")
-    if name == "blt_two_sided" and n > STAGED_STEPS and request.objective == "rms":
+    if name == "blt_two_sided" and n > STAGED_STEPS:
         with threadpool_limits(limits=1):
             return fit_staged(
                 request.participation,
@@ -244,7 +239,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     taps = 0 if name == "blt" else min(request.options.get("taps", DEFAULT_TAPS), most - 1)
 
     def build(size: int, gains: bool = False) -> Fit:
-        sizes: dict[str, Any] = {"buffers": size, "taps": taps, **request.goal}
+        sizes: dict[str, Any] = {"buffers": size, "taps": taps, "workload": request.workload}
         with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
             if gains and name == "blt_two_sided":
                 return fit_two_sided(request.participation, **sizes)
@@ -265,14 +260,12 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     if has_gains:
         return build(size, gains=True)
     if most == 1 and n <= NORMALIZED_BLT_STEPS:
-        with suppress(Unsupported):  # no unit columns for this workload or objective
+        with suppress(Unsupported):  # no unit columns for this workload
             return min(fits[size], build(size, gains=True), key=lambda found: found.objective)
     return fits[size]
 
 
 def _dense(request: FitRequest) -> Fit:
-    if request.objective == "max":
-        raise Unsupported('a dense strategy is fitted for objective="rms", got "max"')
     return fit_dense(request.participation, workload=request.workload)
 
 
