@@ -11,7 +11,6 @@ from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import blt, blt_from_poles, inverse_parameters, scales_from_poles
 from noshuffle.strategies.blt_gains import (
     encoder_series,
-    sensitivity_classes,
     total_squared_error,
 )
 from noshuffle.strategies.blt_poles import filter_from, poles, spaced, unbounded, without_cancelled
@@ -225,26 +224,6 @@ def test_error_with_gains_and_its_gradient(taps, k, b):
     gradient = np.concatenate([np.atleast_1d(part) for part in (*by_filter, by_taps)])
     expected = numeric(lambda x: value(x)[0], v)
     assert gradient == pytest.approx(expected, abs=1e-6 * np.abs(expected).max())
-
-
-def test_sensitivity_classes_and_their_gradient():
-    rng = np.random.default_rng(3)
-    k, b = 4, 5
-    n = k * b
-    strategy = random_blt(4, 2, taps=3, lag=b, n=n)
-    matrix = strategy.encoder(n)
-    gram = np.abs(matrix.T @ matrix)
-    c, g = strategy.coefficients(n), strategy.gain_values(n)
-    squared, _ = sensitivity_classes(c, g, epochs=k)
-    assert squared == pytest.approx([gram[j::b, j::b].sum() for j in range(b)], rel=1e-12)
-    weights = rng.normal(size=b)
-
-    def value(v):
-        return weights @ sensitivity_classes(v[:n], v[n:], epochs=k, smoothing=0.05)[0]
-
-    _, pull = sensitivity_classes(c, g, epochs=k, smoothing=0.05)
-    expected = numeric(value, np.concatenate([c, g]))
-    assert np.concatenate(pull(weights)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_encoder_series_and_its_gradient():

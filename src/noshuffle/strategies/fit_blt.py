@@ -28,7 +28,6 @@ from noshuffle.errors import Unsupported, whole
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import Blt
-from noshuffle.strategies.blt_gains import sensitivity_classes
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
     bounds,
@@ -42,6 +41,7 @@ from noshuffle.strategies.blt_poles import (
 from noshuffle.strategies.fit_forms import Fit, layout, lbfgs
 from noshuffle.strategies.fit_gains import TAP_BOUNDS, fit_gains, fit_normalized, scheduled_error
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.toeplitz_sensitivity import class_sums
 from noshuffle.strategies.workload import Workload, prefix
 
 #: Horizon up to which learning-rate schedules (O(n) per evaluation) and gains are fitted.
@@ -231,7 +231,7 @@ def _fit_poles(task: Task, d: int) -> Fit:
 def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:
     """(log objective, worst place) with the exact bound over every place of an epoch."""
     c = strategy_at(x[: 2 * d], taps=x[2 * d :], lag=task.separation).coefficients(task.steps)
-    squared, _ = sensitivity_classes(c, np.ones(task.steps), epochs=task.participations)
+    squared, _ = class_sums(c, np.ones(task.steps), steps_per_epoch=task.separation)
     return (_log_error(task, x, d)[0] + float(np.log(squared.max()))) / 2, int(squared.argmax())
 
 

@@ -16,7 +16,6 @@ only the poles are searched (Henzinger–Upadhyay, arXiv 2509.14334).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -26,7 +25,6 @@ from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_gains import (
     classes_squared,
     encoder_series,
-    sensitivity_classes,
     total_squared_error,
 )
 from noshuffle.strategies.blt_poles import (
@@ -39,6 +37,7 @@ from noshuffle.strategies.blt_poles import (
 )
 from noshuffle.strategies.fit_forms import Fit, lbfgs
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.toeplitz_sensitivity import class_sums
 
 #: Horizon up to which the poles of a column-normalized BLT are searched; above, they are taken
 #: from the plain fit, which costs about one part in a thousand.
@@ -77,11 +76,7 @@ def tight_error(
     lag, g = n // epochs, np.exp(gains[0])
     weights = np.exp(gains[1] - gains[1].mean()) if len(gains) > 1 else np.ones(n)
     c, pull_c = encoder_series(parts.decays, parts.r, parts.kappa, taps, steps=n, lag=lag)
-    pull_squared: Callable[[Array], tuple[Array, ...]]
-    if len(gains) > 1:
-        squared, pull_squared = classes_squared(c, g, weights, epochs=epochs, smoothing=smoothing)
-    else:
-        squared, pull_squared = sensitivity_classes(c, g, epochs=epochs, smoothing=smoothing)
+    squared, pull_squared = classes_squared(c, g, weights, epochs=epochs, smoothing=smoothing)
     allowed = np.sqrt(squared)
     scale = rates * np.tile(allowed, epochs) / g
     total, pull_error = total_squared_error(
@@ -89,11 +84,11 @@ def tight_error(
     )
     by_scale, by_hat, by_nu, by_hat_kappa, by_inverse, by_taps = pull_error()
     by_allowed = (by_scale * scale).reshape(epochs, lag).sum(axis=0) / allowed
-    by_c, by_g, *by_weights = pull_squared(by_allowed / (2 * allowed))
+    by_c, by_g, by_weights = pull_squared(by_allowed / (2 * allowed))
     by_decays, by_r, by_kappa, by_taps_too = pull_c(by_c)
     gradient = [by_g * g - by_scale * scale]
-    for by_weight in by_weights:
-        by_log = by_weight * weights - by_inverse / weights
+    if len(gains) > 1:
+        by_log = by_weights * weights - by_inverse / weights
         gradient.append(by_log - by_log.mean())
     gradient.append(parts.pull(by_decays, by_r, by_kappa, by_hat, by_nu, by_hat_kappa))
     gradient.append(by_taps + by_taps_too)
@@ -180,7 +175,7 @@ def fit_gains(plain: Fit, *, steps: int, epochs: int, rates: Array | None, buffe
         return plain
     u, taps = np.split(best.x, [len(best.x) - len(strategy.taps)])
     fitted, g = strategy_at(u, taps=taps, lag=lag), np.exp(best.gains[0])
-    squared, _ = sensitivity_classes(fitted.coefficients(steps), g, epochs=epochs)
+    squared, _ = class_sums(fitted.coefficients(steps), g, steps_per_epoch=lag)
     fitted = replace(fitted, gains=tuple(g / np.tile(np.sqrt(squared), epochs)))
     return Fit(fitted, float(np.exp(best.value)), best.converged)
 
