@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.strategies.slow_recipes import materialize
@@ -25,7 +27,8 @@ def random_blt(seed, d=3, *, taps=0, lag=0, n=0):
     mixed = np.sort(rng.uniform(0.02, 0.995, 2 * d))[::-1]
     gains = tuple(rng.uniform(0.5, 2.0, n))
     weights = tuple(rng.uniform(-0.4, 0.4, taps))
-    return blt_from_poles(mixed[0::2], mixed[1::2], taps=weights, lag=lag, gains=gains)
+    filtered = blt_from_poles(mixed[0::2], mixed[1::2], taps=weights, lag=lag)
+    return replace(filtered, gains=gains)
 
 
 def gaps(strategy):

@@ -120,27 +120,9 @@ def sensitivity_squared(
         )
 
     total = stretch(k - 1, k, last)
-    if k - 1 > _CHUNK and np.min(block_gap.real) * k > 1e-3:
-        return total + _many_stretches(r, constant, block_gap, geometric(pair, b), k - 1)
     for first in range(0, k - 1, _CHUNK):
         total = total + stretch(first, min(first + _CHUNK, k - 1), b)
     return total
-
-
-def _many_stretches(
-    r: Numbers, constant: Numbers, block_gap: Numbers, inner: Numbers, count: int
-) -> Numbers:
-    """Σ_{s<count} of the stretches above, by Σ_s G(z,s+1) = W(z,count) and
-    Σ_s G(y,s+1)G(z,s+1) = (count − yG(y) − zG(z) + yzG(yz)) / ((1−y)(1−z)), G at count.
-    """
-    z = 1 - block_gap
-    single = z * geometric(block_gap, count)
-    both = (1 - pairs(block_gap)) * geometric(pairs(block_gap), count)
-    table = count - single[..., :, None] - single[..., None, :] + both
-    table = table / (block_gap[..., :, None] * block_gap[..., None, :])
-    square = np.sum(r[..., :, None] * r[..., None, :] * table * inner, axis=(-1, -2))
-    line = np.sum(r * weighted(block_gap, count), axis=-1)
-    return np.asarray(square + 2 * constant * line + count * constant**2)
 
 
 def block_gram(

@@ -16,11 +16,13 @@ follows from a. No randomness: the same call gives the same strategy.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
 from noshuffle.errors import Unsupported
 from noshuffle.participation import Participation
-from noshuffle.strategies.blt import Blt, two_sided
+from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
 from noshuffle.strategies.fit_blt import check_gains, fit_blt
 from noshuffle.strategies.fit_forms import Fit, cost, layout
@@ -67,8 +69,7 @@ def fit_two_sided(
     starts = [(log_gains - log_gains.mean(), begin)]
     if len(start.decays) < buffers:  # cancelled there, but perhaps of use here
         starts.append((np.zeros(n), spaced(buffers, 0.3 * k / n, 0.6)))
-    filter_ = start.decays, start.scales, start.taps, start.lag
-    best = two_sided(*filter_, start.gain_values(n), np.ones(n))
+    best = with_gains(start, start.gain_values(n), np.ones(n))
     value, converged = measured(best), one_sided.converged
     for first, u in starts:
         found = search_gains(
@@ -110,4 +111,10 @@ def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> B
     g = np.exp(log_gains)
     squared, _ = class_sizes(core.coefficients(n), a, g, epochs=epochs)
     g /= np.tile(np.sqrt(squared), epochs)
-    return two_sided(core.decays, core.scales, core.taps, core.lag, g, a)
+    return with_gains(core, g, a)
+
+
+def with_gains(strategy: Blt, gains: Array, draw_gains: Array) -> Blt:
+    """The filter of a BLT with these gains of the steps and of the draws."""
+    g, a = tuple(gains.tolist()), tuple(draw_gains.tolist())
+    return replace(strategy, gains=g, draw_gains=a, normalized=0)

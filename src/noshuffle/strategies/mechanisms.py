@@ -116,16 +116,14 @@ class Option:
 class Mechanism:
     """One mechanism: its fit, the names of its options, and where it applies.
 
-    `needs_horizon`: its strategies serve runs of the fitted length only. `is_restarted`: proved for
-    orders that change at restarts; `is_sampled`: proved for secret draws; `is_cyclic`: proved for
-    groups that take turns.
+    `is_restarted`: proved for orders that change at restarts; `is_sampled`: proved for secret
+    draws; `is_cyclic`: proved for groups that take turns.
     """
 
     name: str
     words: str
     fit: Callable[[FitRequest], Fit]
     options: tuple[str, ...] = ()
-    needs_horizon: bool = False
     is_restarted: bool = False
     is_sampled: bool = False
     is_cyclic: bool = False
@@ -245,7 +243,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
                 return fit_two_sided(request.participation, **sizes)
             return fit_blt(request.participation, gains=gains, **sizes)
 
-    has_gains = MECHANISMS[name].needs_horizon
+    has_gains = name in ("blt_gains", "blt_two_sided")
     if buffers is not None and has_gains:
         return build(buffers, gains=True)
     sizes = [buffers] if buffers is not None else range(1, DEFAULT_BUFFERS + 1)
@@ -285,15 +283,15 @@ MECHANISMS: dict[str, Mechanism] = {
         Mechanism("banded", "best bands of the encoder", _banded, _BANDS, is_cyclic=True),
         Mechanism("banded_inverse", "best bands of the inverse encoder", _banded_inverse, _BANDS),
         *(
-            Mechanism(name, words, partial(_blt, name=name), options, needs_horizon)
-            for name, words, options, needs_horizon in (
-                ("blt", "buffered linear Toeplitz", _BUFFERS, False),
-                ("blt_tapped", "buffered linear Toeplitz with taps by epochs", _TAPS, False),
-                ("blt_gains", "tapped, with one gain per step", _TAPS, True),
-                ("blt_two_sided", "tapped, with gains per step and per draw", _TAPS, True),
+            Mechanism(name, words, partial(_blt, name=name), options)
+            for name, words, options in (
+                ("blt", "buffered linear Toeplitz", _BUFFERS),
+                ("blt_tapped", "buffered linear Toeplitz with taps by epochs", _TAPS),
+                ("blt_gains", "tapped, with one gain per step", _TAPS),
+                ("blt_two_sided", "tapped, with gains per step and per draw", _TAPS),
             )
         ),
-        Mechanism("dense", "best matrix, for small runs", _dense, needs_horizon=True),
+        Mechanism("dense", "best matrix, for small runs", _dense),
     )
 }
 
