@@ -74,7 +74,7 @@ class OpenRun(OneOwner):
             raise InvalidInput(
                 f"nobody named the units of the run in {folder.path}, so those that come now could "
                 "be counted as new ones; begin a new run that adds up with it (fork_of=), and give "
-                "ids= or take private.batches(loader)"
+                "ids= or take batches(loader)"
             )
         if source is not None and source.fingerprint != header["key"]:
             raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")

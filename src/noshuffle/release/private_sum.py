@@ -42,6 +42,7 @@ from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.account import Account
+from noshuffle.release.batches import PrivateBatches, RowNames
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
@@ -59,7 +60,8 @@ class PrivateSum(OneOwner):
         clip: ζ, the bound on the norm of what one unit adds in one step.
         shape: of one contribution: () for a number, (d,) for a vector, or a mapping from names to
             shapes. None takes it from the first step.
-        ids are needed where units may come more than once or be told apart (see `add`).
+        ids are needed where units may come more than once or be told apart (see `add`);
+            `batches(loader)` names rows by their place in a data set.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
         run: a folder for log, checkpoints and statement; None keeps them in memory.
         fork_of: a run that ends here, and whose cost this one adds to its own.
@@ -90,6 +92,7 @@ class PrivateSum(OneOwner):
         self._begin |= {"fork_of": fork_of, "budget": budget}
         self._device = torch.device(device)
         self._release: Release | None = None
+        self._names: RowNames | None = None
         self._statement: PrivacyStatement | None = None
         self._totals: dict[str, Tensor] = {}
         self._is_named = isinstance(shape, Mapping)
@@ -106,6 +109,7 @@ class PrivateSum(OneOwner):
     def _open(self, shapes: Mapping[str, Sequence[int]]) -> Release:
         shapes = {name: tuple(int(n) for n in own) for name, own in shapes.items()}
         self._release = release = Release(self.plan, shapes, clip=Flat(self.clip), **self._begin)
+        self._names = RowNames(release)
         self._totals = {
             name: torch.zeros(own, dtype=torch.float64, device=self._device)
             for name, own in shapes.items()
@@ -157,10 +161,10 @@ class PrivateSum(OneOwner):
         """Take the contributions of the next step, one row per unit; the private increment.
 
         A single number is the contribution of one unit.
-        `ids` names the unit of every row; without them each row counts as a new unit, and the
-        statement says that participation was not checked. Of a plan with unit="user", rows of one
-        user are added up before they are clipped. An empty step releases noise alone. Returns a
-        number for numbers, an array for arrays, tensors for tensors.
+        `ids` names the unit of every row, and so does `batches`; without names each row counts as a
+        new unit, and the statement says that participation was not checked. Of a plan with
+        unit="user", rows of one user are added up before they are clipped. An empty step releases
+        noise alone. Returns a number for numbers, an array for arrays, tensors for tensors.
         """
         if self._statement is not None:
             raise InvalidInput("this sum was closed; open its folder again to go on with it")
@@ -178,6 +182,9 @@ class PrivateSum(OneOwner):
                 "unit"
             )
         size = len(next(iter(rows.values())))
+        assert self._names is not None
+        if self._names.are_places:
+            ids = self._names.take(ids, rows=size)
         own = None if ids is None else release.identify(ids, rows=size)
         if own is None and self.plan.unit == "user":
             raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
@@ -233,6 +240,19 @@ class PrivateSum(OneOwner):
         array = value.cpu().numpy()
         return float(array) if self._kind == "number" and not array.ndim else array
 
+    def batches(self, loader: Any) -> PrivateBatches:
+        """The batches of a DataLoader, each row of which is named by its place in the data set.
+
+            for x in sums.batches(loader):
+                sums.add(contributions(x))        # one row for each row of x, in the same order
+
+        They go on at the next step of the run, and end with the pass; see `Private.batches`. The
+        sums must have a `shape`.
+        """
+        self.release.check_ready()
+        assert self._names is not None
+        return self._names.batches(loader).named()
+
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan; pass its indices on as `ids`."""
         return self.release.sampler(population)
@@ -255,6 +275,12 @@ class PrivateSum(OneOwner):
     def skip(self) -> None:
         """Pass over the next step: it is charged, and releases nothing."""
         self.release.pass_over()
+
+    @in_turn
+    def pass_over(self, *, to: str = "epoch") -> int:
+        """Pass over the steps up to the next border of an epoch; returns how many these were."""
+        one_of(("epoch",), to=to)
+        return self.release.pass_over_epoch()
 
     @in_turn
     def close(self) -> None:

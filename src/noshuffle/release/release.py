@@ -57,6 +57,7 @@ from noshuffle.noise import NoiseStream, Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.noise.stream import VERSION
 from noshuffle.participation import Mask
+from noshuffle.participation.base import InEpochs
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account, Charge, check_budget
 from noshuffle.release.files import make_folder, sync, write_bytes, write_json
@@ -412,6 +413,16 @@ class Release(OpenRun):
         self._discard_noise(ticket.step + 1)
         self._ticket = None
         return ticket.step
+
+    def pass_over_epoch(self) -> int:
+        """Give up the steps up to the next border of an epoch; returns how many these were."""
+        rule = self.plan.participation.base
+        if not isinstance(rule, InEpochs):
+            raise InvalidInput("this plan has no epochs; skip() passes over one step")
+        left = -self.step % rule.steps_per_epoch
+        for _ in range(left):
+            self.pass_over()
+        return left
 
     def _discard_noise(self, until: int) -> None:
         """Draw the noise of steps without a sum as it would have been: later rows depend on it."""

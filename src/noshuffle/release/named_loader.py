@@ -38,7 +38,7 @@ from noshuffle.release.units import Ids
 
 #: Where the order of the data comes from: values of the fact "order".
 DRAWN, IN_TURN, OF_CALLER = "drawn from a public seed", "that of the data set", "the caller's"
-NAME_THEM = "name the unit of every row yourself: private.step(..., ids=)"
+NAME_THEM = "name the unit of every row yourself (ids=)"
 
 
 # -- which row it is -------------------------------------------------------------------------------
@@ -176,7 +176,7 @@ class _Collate:
 def why_no_places(loader: Any) -> str:
     """Why the rows of a loader have no places that could be told; "" where they have."""
     if not isinstance(loader, DataLoader):
-        return f"private.batches takes a DataLoader, got a {type(loader).__name__}"
+        return f"batches takes a DataLoader, got a {type(loader).__name__}"
     if type(loader) is not DataLoader:
         return f"a {type(loader).__name__} may read its rows in a way of its own"
     if isinstance(loader.dataset, IterableDataset):
