@@ -65,10 +65,10 @@ from noshuffle.release.folder import RunFolder, digests, load, step_of
 from noshuffle.release.history import FORMAT, History
 from noshuffle.release.keys import Keys
 from noshuffle.release.open_run import OpenRun, Run, ended, today
-from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.sampler import Sampler
 from noshuffle.release.spending import ADAPTIVE_CLIP, NO_IDS, Ancestor, spent
 from noshuffle.release.threshold import Threshold, threshold_for
-from noshuffle.release.units import Ids, ids_and_kind
+from noshuffle.release.units import NOBODY, Ids, ids_and_kind
 from noshuffle.version import __version__
 
 
@@ -80,16 +80,11 @@ class Ticket:
     """
 
     step: int
-    units: Ids
+    units: Ids = field(default_factory=lambda: NOBODY)
     keep: Mask | None = None
     is_used: bool = False
     #: Of a secret draw, the units that did not come yet.
-    missing: set[int] = field(default_factory=set, repr=False)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing of the newest part may be used."""
-        return self.keep is not None and not self.keep.any()
+    missing: Ids = field(default_factory=lambda: NOBODY)
 
 
 class Release(OpenRun):
@@ -169,9 +164,9 @@ class Release(OpenRun):
             kind = (source or Source(bytes(32))).on(self._device).kind
         else:
             keys, kind = self.known_keys(source), str(self.history.header["generator"])
-        self.threshold: Threshold = threshold_for(clip, plan)
-        self.threshold.settle(tuple(self._shapes))
-        scale = self.threshold.noise_scale(plan, tuple(self._shapes))
+        names = tuple(self._shapes)
+        self.threshold: Threshold = threshold_for(clip, plan, names)
+        scale = self.threshold.noise_scale(plan, names)
         header = {
             "format": FORMAT,
             "plan": plan.hash,
@@ -233,21 +228,13 @@ class Release(OpenRun):
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan, from the current step on."""
-        made = make_sampler(self.plan.participation, key=self._keys.draw_key, population=population)
-        self.bind("population", str(getattr(made, "population", "")))
-        made.start = self.step
-        self._sampler = made
-        return made
-
-    @property
-    def drawn(self) -> Sampler:
-        """The sampler that was made last."""
-        if self._sampler is None:
-            raise ParticipationViolation(
-                "a sampled plan takes its batches from our sampler; make one with "
-                "sampler(population)"
-            )
-        return self._sampler
+        sampler = Sampler(
+            self.plan.participation, key_fn=self._keys.draw_key, population=population
+        )
+        self.bind("population", str(sampler.population))
+        sampler.start = self.step
+        self._sampler = sampler
+        return sampler
 
     # -- a step --------------------------------------------------------------------------------
 
@@ -283,8 +270,6 @@ class Release(OpenRun):
                 f"{self.step} steps of this run were released before; load its newest checkpoint "
                 "first (resume)"
             )
-        if self.threshold.settled is not None:
-            self.threshold.check_settled()
 
     def admit(self, ids: Ids | None, *, drop: bool = False, is_partial: bool = False) -> Ticket:
         """Leave to release the next step from these units; its row is written when this returns.
@@ -301,15 +286,15 @@ class Release(OpenRun):
             raise InvalidInput(
                 "units must be named in every step of a run, or in none; give ids= in every step"
             )
-        missing: set[int] = set()
+        ticket = Ticket(step)
         if self.plan.participation.is_sampled and step < self.plan.steps:
-            ids, missing = self._check_draw(step, ids, is_partial=is_partial)
-        admitted = self.guard.take(ids, drop=drop)
-        ticket = self._ticket = Ticket(step, *admitted, missing=missing)
+            ids = self._take_drawn(ticket, ids, self._drawn(step), is_partial=is_partial)
+        ticket.units, ticket.keep = self.guard.take(ids, drop=drop)
+        self._ticket = ticket
         if kind and kind != self._kind_of_ids:
             self.log.append("fact", name="ids", value=kind)
             self._kind_of_ids = kind
-        self._write("step", ticket, None if ids is None else admitted.units)
+        self._write("step", ticket, None if ids is None else ticket.units)
         return ticket
 
     def add_part(self, ticket: Ticket, ids: Ids | None, *, drop: bool = False) -> None:
@@ -318,8 +303,7 @@ class Release(OpenRun):
         if (ids is None) != (self._kind_of_ids == NO_IDS):
             raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
         if self.plan.participation.is_sampled:
-            assert ids is not None
-            ids = _take_drawn(ticket, ids)
+            ids = self._take_drawn(ticket, ids, ticket.missing, is_partial=True)
         ticket.units, ticket.keep = self.guard.take(ids, drop=drop, is_part=True)
         self._write("part", ticket, None if ids is None else ticket.units)
 
@@ -331,25 +315,36 @@ class Release(OpenRun):
             body["units"] = self.history.lists.encode(ticket.step, units)
         self.log.append(kind, **body)
 
-    def _check_draw(self, step: int, ids: Ids | None, *, is_partial: bool) -> tuple[Ids, set[int]]:
-        """A sampled step must hold exactly the units that our sampler drew."""
-        drawn = self.drawn.handed_out(step)
+    def _drawn(self, step: int) -> Ids:
+        if self._sampler is None:
+            raise ParticipationViolation(
+                "a sampled plan takes its batches from our sampler; make one with "
+                "sampler(population)"
+            )
+        return self._sampler.draw(step)
+
+    def _take_drawn(
+        self, ticket: Ticket, ids: Ids | None, expected: Ids, *, is_partial: bool
+    ) -> Ids:
+        """The units of a batch, or of a part of it; raises unless they are those expected of the
+        secret draw, all of them or, `is_partial`, some."""
         if ids is None:
             raise ParticipationViolation(
-                f"step {step} has no ids, and a sampled plan must know that our sampler drew the "
-                "batch; pass ids= the indices that private.sampler gave"
+                f"step {ticket.step} has no ids, and a sampled plan must know that our sampler "
+                "drew the batch; pass ids= the indices that private.sampler gave"
             )
-        ids = np.unique(ids) if self.plan.unit == "user" else np.sort(ids)
-        if is_partial:
-            part = Ticket(step, ids, missing=set(drawn.tolist()))
-            return _take_drawn(part, ids), part.missing
-        if not np.array_equal(ids, drawn):
+        units = np.unique(ids)
+        missing = np.setdiff1d(expected, units, assume_unique=True)
+        is_repeated = len(units) < len(ids) and self.plan.unit != "user"
+        is_drawn = len(missing) + len(units) == len(expected) and not is_repeated
+        if not is_drawn or (len(missing) and not is_partial):
             raise ParticipationViolation(
-                f"the batch of step {step} ({len(ids)} units) is not the one that the secret "
-                f"sampler drew ({len(drawn)} units); take the batches from private.sampler, in "
-                "order"
+                f"the batch of step {ticket.step} ({len(ids)} units) is not the one that the "
+                f"secret sampler drew ({len(expected)} units that did not come yet); take the "
+                "batches from private.sampler, in order"
             )
-        return ids, set()
+        ticket.missing = missing
+        return units
 
     def _check_ticket(self, ticket: Ticket) -> None:
         self.check_open()
@@ -363,7 +358,7 @@ class Release(OpenRun):
         time.
         """
         self._check_ticket(ticket)
-        if ticket.missing:
+        if len(ticket.missing):
             raise ParticipationViolation(
                 f"{len(ticket.missing)} units of the secret draw of step {ticket.step} did not "
                 "come; a sampled batch must hold all of them"
@@ -405,10 +400,10 @@ class Release(OpenRun):
         """
         if ticket is None:
             self.check_ready()
-            named = self._kind_of_ids != NO_IDS and not self.plan.participation.is_sampled
-            admitted = self.guard.take(np.empty(0, dtype=np.int64) if named else None)
-            ticket = self._ticket = Ticket(self.step - 1, *admitted)
-            self._write("step", ticket, admitted.units if named else None)
+            units = None if self._kind_of_ids == NO_IDS else NOBODY
+            self.guard.take(units)
+            ticket = self._ticket = Ticket(self.step - 1)
+            self._write("step", ticket, units)
         self._check_ticket(ticket)
         self._discard_noise(ticket.step + 1)
         self._ticket = None
@@ -554,19 +549,6 @@ class Release(OpenRun):
             self.log.close()
             if self.folder is not None:
                 self.folder.withdraw(self._made)
-
-
-def _take_drawn(ticket: Ticket, ids: Ids) -> Ids:
-    """The units of a part of a secret draw; raises where one was not drawn, or came before."""
-    units = np.unique(ids)
-    wrong = set(units.tolist()) - ticket.missing
-    if wrong or len(units) < len(ids):
-        raise ParticipationViolation(
-            f"a part of step {ticket.step} holds units that the secret sampler did not draw, or "
-            "that came before; take the batches from private.sampler, in order"
-        )
-    ticket.missing -= set(units.tolist())
-    return units
 
 
 def _names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -37,6 +37,7 @@ from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolati
 from noshuffle.participation import Mask, Participation, Seen
 
 Ids = NDArray[np.int64]
+NOBODY: Ids = np.empty(0, dtype=np.int64)
 #: Integers below this have their place in an array.
 _SMALL = 2**24
 #: Units of earlier steps that lists may refer to.
@@ -227,7 +228,7 @@ class Guard:
             )
         if ids is None or rule.is_sampled:
             self.steps = step + 1
-            return Admitted(np.empty(0, dtype=np.int64) if ids is None else ids, None)
+            return Admitted(NOBODY if ids is None else ids, None)
         units, repeats = distinct(ids, step=step, groups=self._groups, drop=drop)
         seen = self.table.look_up(units)
         mask = rule.admits(step, seen) & (seen.last < step)

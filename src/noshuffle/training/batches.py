@@ -58,7 +58,7 @@ class TensorBatches:
     def starting_at(self, step: int) -> Iterator[Batch]:
         """Batches from this position on."""
         for i in range(step, len(self)):
-            rows = self.order.hand_out(i) if isinstance(self.order, Sampler) else self.order[i]
+            rows = self.order.draw(i) if isinstance(self.order, Sampler) else self.order[i]
             index = {place: _sent(rows, place) for place in {t.device for t in self.tensors}}
             data = tuple(t[index[t.device]] for t in self.tensors)
             yield Batch(data, rows if self.units is None else self.units[rows])
