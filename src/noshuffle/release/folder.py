@@ -119,18 +119,13 @@ class RunFolder:
             file.unlink()
             sync(file.parent)
 
-    def withdraw(self, made: list[Path]) -> None:
-        """Take back what a run that released nothing has written; `made`: see `missing`."""
+    def withdraw(self) -> None:
+        """Take back what a run that released nothing has written, and a folder that is empty."""
         self.remove_secrets()
         for file in (self.plan_file, self.statement_file, self.log_file):
             file.unlink(missing_ok=True)
-        with suppress(OSError):  # somebody has put something into it
-            for each in made:
-                each.rmdir()
-
-    def missing(self) -> list[Path]:
-        """The folders that would be made for a run here, innermost first."""
-        return [each for each in (self.path, *self.path.parents) if not each.exists()]
+        with suppress(OSError):  # there is something else in it
+            self.path.rmdir()
 
     def _not_a_run(self) -> str:
         said = f"{self.path} is not a run folder: it has no plan.json"

@@ -134,18 +134,16 @@ class Release(OpenRun):
         self._sampler: Sampler | None = None
         self.charge: Charge | None = None
         self._ticket: Ticket | None = None
-        made = [] if self.folder is None else self.folder.missing()
         self.log = self.open_log()
-        is_new = not self.log.rows
+        self._is_new = not self.log.rows
         try:
             bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
             self._open(bound, source, fork_of, dict(facts or {}), budget)
         except BaseException as error:
             self.log.close()
-            if is_new and isinstance(error, NoshuffleError) and self.folder is not None:
-                self.folder.withdraw(made)
+            if self._is_new and isinstance(error, NoshuffleError) and self.folder is not None:
+                self.folder.withdraw()
             raise
-        self._made = made if is_new else None
 
     # -- begin, go on, fork --------------------------------------------------------------------
 
@@ -158,8 +156,7 @@ class Release(OpenRun):
         budget: Account | None,
     ) -> None:
         folder, plan = self.folder, self.plan
-        is_new = not self.log.rows
-        if is_new:
+        if self._is_new:
             keys = Keys.new(source)
             kind = (source or Source(bytes(32))).on(self._device).kind
         else:
@@ -180,7 +177,7 @@ class Release(OpenRun):
             "test_key": "yes" if keys.is_test else "no",
             **facts,
         }
-        if is_new:
+        if self._is_new:
             ancestors = [] if fork_of is None else ended(RunFolder.of(fork_of), plan)
             if folder is not None:
                 write_json(folder.secret_file, keys.to_dict(), mode=0o600)
@@ -497,7 +494,6 @@ class Release(OpenRun):
             raise InvalidInput("keep_in takes a run in memory and a folder for it")
         folder, before = RunFolder.of(run), vars(self).copy()
         folder.refuse_strangers()
-        made = folder.missing()
         try:
             make_folder(folder.path)
             write_json(folder.secret_file, self._keys.to_dict(), mode=0o600)
@@ -519,7 +515,7 @@ class Release(OpenRun):
                 with suppress(NoshuffleError):  # a full disk
                     self.log.close()
             vars(self).update(before)
-            folder.withdraw(made)
+            folder.withdraw()
             raise
 
     # -- the end -------------------------------------------------------------------------------
@@ -544,11 +540,11 @@ class Release(OpenRun):
 
     def withdraw(self) -> None:
         """Take back a run that was begun by this object and is refused before its first step."""
-        if not self.step and self._made is not None:
+        if self._is_new and not self.step:
             self.settle("")
             self.log.close()
             if self.folder is not None:
-                self.folder.withdraw(self._made)
+                self.folder.withdraw()
 
 
 def _names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -61,20 +61,22 @@ def private_key(path: Path) -> Any:
 def signature_failure(
     folder: RunFolder, plan: Plan, link: str, *, public_key: bytes | None
 ) -> str | None:
-    """What is wrong with the signature in the folder; None if it holds. Raises if there is none.
+    """What is wrong with the signature in the folder; None if it holds.
 
     `public_key` is the one that must have signed; without it the one in the file is taken.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    record = read_json(folder.signature_file)
     try:
+        record = read_json(folder.signature_file)
         told = bytes.fromhex(record["public_key"])
         if public_key not in (told, None):
             return "signature.json was made with another key than the one given"
         text = _signed_text(plan, record)
         Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
+    except InvalidInput as error:
+        return f"signature.json cannot be read: {error}"
     except (InvalidSignature, KeyError, ValueError, TypeError) as error:
         return f"the signature does not hold ({type(error).__name__})"
     if record["log_link"] != link:
