@@ -61,9 +61,7 @@ def test_a_search_of_twenty_settings_costs_what_its_bound_says(tmp_path: Path) -
 
 
 def test_the_best_setting_is_found() -> None:
-    found = [
-        tune(run, [0.1, 0.5, 0.9], epsilon=8.0, repeats=9, law="poisson").setting for _ in range(5)
-    ]
+    found = [tune(run, [0.1, 0.5, 0.9], epsilon=8.0, repeats=30).setting for _ in range(5)]
     assert sorted(found)[3] == 0.9
     everything = tune(run, [0.1, 0.9], epsilon=2.0, delta=DELTA, law="all")
     assert everything.setting == 0.9
@@ -171,7 +169,6 @@ def test_scores_have_their_noise() -> None:
     ("asked", "match"),
     [
         ({"epsilon": 0.05, "delta": 1e-2}, "smaller delta"),
-        ({"epsilon": 8.0, "law": "poisson", "repeats": 800}, "at most 500"),
         ({"epsilon": 8.0, "repeats": 1e300}, r"at most 1,000,000 runs on average, got 1e\+300"),
         ({"epsilon": 8.0, "score_share": 1.0}, "score_share"),
     ],

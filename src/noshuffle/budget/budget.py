@@ -287,29 +287,19 @@ class Budget:
         mu = math.sqrt(max(0.0, most**2 - spent.mu**2)) * (1 - 1e-9)
         return gdp.epsilon(mu=mu, slack=0.0, delta=self.delta)
 
-    def _cost(
-        self,
-        statement: PrivacyStatement,
-        plan: Plan | None,
-        steps: int,
-        books: _Books,
-        *,
-        but: str = "",
-    ) -> Cost:
-        """What a run of that statement costs here, beside all others but one."""
+    def _cost(self, statement: PrivacyStatement, plan: Plan | None, steps: int) -> Cost:
+        """What a run of that statement costs here."""
         if statement.unit != self.limit["unit"]:
             raise InvalidInput(
                 f"this budget protects one {self.limit['unit']}, the run one {statement.unit}; use "
                 "a budget of its own for it"
             )
-        return cost_of(
-            statement,
-            delta=self.delta,
-            neighbours=self.limit["neighbours"],
-            plan=plan,
-            steps=steps,
-            aside=self.pure - books.total(but=but).pure,
-        )
+        neighbours = self.limit["neighbours"]
+        return cost_of(statement, delta=self.delta, neighbours=neighbours, plan=plan, steps=steps)
+
+    def _beside(self, cost: Cost, books: _Books, *, but: str) -> Cost:
+        """The cost of a run beside all others but one, which took of the pure ε set aside."""
+        return cost.within(self.pure - books.total(but=but).pure)
 
     def _check(self, books: _Books, what: str, cost: Cost, *, but: str = "") -> None:
         """Raise where a run of this cost would pass the limit."""
@@ -369,7 +359,7 @@ class Budget:
         Guarantees: raises, and writes nothing, where the limit would be passed. When this returns,
         the reservation is on the disk.
         """
-        cost = self._cost(statement, plan, steps, self._read())  # long work, before anybody waits
+        cost = self._cost(statement, plan, steps)  # long work, before anybody waits
         if not math.isfinite(cost.mu) and not self._exposes:
             raise BudgetExceeded(
                 f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
@@ -393,8 +383,7 @@ class Budget:
                 entry = Entry(self._new_id(), self._exposes or what, cost, time.time())
             else:
                 entry = replace(known, is_open=True)
-            if cost.pure:  # what is set aside may have been taken meanwhile
-                cost = self._cost(statement, plan, steps, books, but=entry.id)
+            cost = self._beside(cost, books, but=entry.id)
             self._check(books, what, cost, but=entry.id)
             entry = replace(entry, cost=cost, run=folder, last=last)
             entry.write(log)
@@ -431,8 +420,9 @@ class Place:
         budget, void = self.budget, ""
         if statement.epsilon > 0 or statement.mu:
             void = " ".join(statement.not_private)
-        cost = budget._cost(statement, plan, steps, budget._read(), but=self.origin)
+        cost = budget._cost(statement, plan, steps)
         with budget._adding() as (log, books):
+            cost = budget._beside(cost, books, but=self.origin)
             old = books.entries[self.origin]
             new = replace(old, cost=cost, is_open=False, last=link or self.last)
             new = replace(new, not_private=void or old.not_private)

@@ -3,8 +3,8 @@
     without sampling      μ of the run's statement: exact, s = 0
     sampled               the least μ above its privacy-loss distribution (or Rényi bound), with
                           s = δ/1000 of the budget
-    pure ε, (ε, δ)        ε itself out of the part of the limit that is set aside for such runs,
-                          s = δ; beyond that part as randomized response
+    pure ε, (ε, δ)        ε itself, s = δ, where it is set aside for such runs; else (`within`) that
+                          of randomized response
     zCDP                  the least μ above its Rényi bound, s = δ/1000
     without noise         infinite
 
@@ -64,6 +64,12 @@ class Cost:
         """What is said beside the figure."""
         return "exact" if self.is_exact else "an upper bound"
 
+    def within(self, aside: float) -> Cost:
+        """The cost of a run where only so much pure ε may be added up as it is."""
+        if not self.pure or self.pure <= aside:
+            return self
+        return replace(self, mu=gaussian_sum([self.mu, gdp.of_pure(self.pure)]), pure=0.0)
+
     def epsilon(self, delta: float) -> float:
         """ε at δ (0 allowed)."""
         if self.mu == 0 and self.slack == 0:
@@ -95,16 +101,13 @@ def cost_of(
     neighbours: str = "zero-out",
     plan: Plan | None = None,
     steps: int = 0,
-    aside: float = 0.0,
 ) -> Cost:
     """The cost of what a statement covers, for a budget with this δ and these neighbours.
 
-    `plan` and `steps` are needed where the run is sampled; `aside` is what is left of the ε that
-    is set aside for runs of pure ε.
+    `plan` and `steps` are needed where the run is sampled.
     """
-    twice = neighbours == "replace-one" and statement.neighbours != "replace-one"
-    cost = _cost(statement, delta, plan, steps, aside / 2 if twice else aside)
-    if twice:
+    cost = _cost(statement, delta, plan, steps)
+    if neighbours == "replace-one" and statement.neighbours != "replace-one":
         if cost.slack:
             raise Unsupported(
                 "a sampled or (ε, δ) run for units that come or go has no proved cost for units "
@@ -114,9 +117,7 @@ def cost_of(
     return cost
 
 
-def _cost(
-    said: PrivacyStatement, delta: float, plan: Plan | None, steps: int, aside: float
-) -> Cost:
+def _cost(said: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -> Cost:
     is_sampled = plan is not None and plan.participation.is_sampled
     if said.epsilon == 0 and (said.mu == 0 or (is_sampled and not steps)):
         return NOTHING
@@ -134,9 +135,7 @@ def _cost(
         return _sampled(*_law(plan), turns, _SHARE * delta)
     if said.rho is not None and said.accountant == "rdp" and delta:
         return _concentrated(said.rho, _SHARE * delta)
-    if said.epsilon <= aside:
-        return Cost(0.0, said.delta, said.epsilon)
-    return Cost(gdp.of_pure(said.epsilon), said.delta)
+    return Cost(0.0, said.delta, said.epsilon)
 
 
 def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
