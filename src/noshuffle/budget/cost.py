@@ -6,7 +6,7 @@
     pure ε, (ε, δ)        ε itself, s = δ, where it is set aside for such runs; else (`within`) that
                           of randomized response
     zCDP                  the least μ above its Rényi bound, s = δ/1000
-    without noise         infinite
+    without noise, or NOT PRIVATE for another reason (a test seed)         infinite
 
 (`accounting.gdp`, where it is said why this adds up.) Neighbours: whoever is protected against
 being replaced is protected against being left out; the other way round μ doubles (two changes, by
@@ -121,7 +121,7 @@ def _cost(said: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -
     is_sampled = plan is not None and plan.participation.is_sampled
     if said.epsilon == 0 and (said.mu == 0 or (is_sampled and not steps)):
         return NOTHING
-    if not math.isfinite(said.epsilon):
+    if not math.isfinite(said.epsilon) or said.not_private:
         return Cost(math.inf)
     if said.mu is not None:
         return Cost(said.mu, is_exact=said.exact)

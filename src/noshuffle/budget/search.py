@@ -76,8 +76,6 @@ class Trial:
     unit: str
     costs: list[Cost] = field(default_factory=list)
     origin: str = "search"
-    #: Why no ε holds for a run of it, and so for the choice among them, if that was found out.
-    not_private: str = ""
     #: The process that counts; 0 in what was pickled.
     owner: int = field(default_factory=os.getpid, repr=False)
     _turn: Any = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -125,17 +123,16 @@ class Trial:
         no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
         if statement.epsilon > 0:
             self._refuse_others(statement, statement.mechanism)
-            self.not_private = " ".join(statement.not_private) or self.not_private
 
     def words(self) -> str:
         """For the statement of the run itself."""
         return INSIDE
 
     def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
-        if statement.unit != self.unit or statement.mu is None:
+        if statement.unit != self.unit or statement.mu is None or statement.not_private:
             raise Unsupported(
-                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
-                f"{self.unit}; {what} does not"
+                f"runs of this search must be Gaussian (no sampling, no pure ε, no test seed) and "
+                f"protect one {self.unit}; {what} does not"
             )
 
 
@@ -221,9 +218,6 @@ def tune(
         result, scores = run(setting, trial)
         if not trial.costs:
             raise InvalidInput("run must give budget=trial to everything that it releases")
-        if trial.not_private:
-            void = f"NOT PRIVATE: of a run of this search, {trial.not_private}"
-            statement = statement.with_assumptions(void)
         score = _noisy(scores, mu * math.sqrt(score_share), draws)
         if score > best[0]:
             best = score, setting, result

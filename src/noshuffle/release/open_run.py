@@ -14,7 +14,6 @@ from noshuffle.errors import InvalidInput
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan, PrivacyStatement
-from noshuffle.plan.statement import voids
 from noshuffle.release.account import Account, Charge
 from noshuffle.release.files import make_folder, read_json
 from noshuffle.release.folder import RunFolder
@@ -22,7 +21,7 @@ from noshuffle.release.history import History
 from noshuffle.release.keys import Keys
 from noshuffle.release.log import Log
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.spending import NO_IDS, Ancestor, spent
+from noshuffle.release.spending import NO_IDS, TEST_SEED, Ancestor, spent
 from noshuffle.release.units import Guard
 
 Run = RunFolder | str | Path | None
@@ -193,7 +192,7 @@ class OpenRun(OneOwner):
         before = self._uncounted(budget.name)
         self.charge = budget.reserve(
             "run" if self.folder is None else f"run {self.folder.path.name}",
-            spent(self.plan, self.plan.steps, ancestors=before),
+            spent(self.plan, self.plan.steps, ancestors=before, notes=self._void),
             plan=None if before else self.plan,
             steps=self.plan.steps,
             run=None if self.folder is None else self.folder.path.resolve(),
@@ -216,10 +215,14 @@ class OpenRun(OneOwner):
         before = self._uncounted(self.charge.origin.partition("/")[0])
         is_whole = self.fact("adaptive_clip") == "yes" or self.plan.participation.is_sampled
         steps = self.plan.steps if is_whole and self.step else self.step
-        said = spent(self.plan, steps, ancestors=before)
-        said = said.with_assumptions(*voids(self.statement().assumptions))
+        said = spent(self.plan, steps, ancestors=before, notes=self._void)
         self.charge.settle(said, plan=None if before else self.plan, steps=steps, link=link)
         self.log.append("budget", origin=self.charge.origin, words=self.charge.words())
+
+    @property
+    def _void(self) -> tuple[str, ...]:
+        """Why no ε holds for this run."""
+        return (TEST_SEED,) if self.is_test else ()
 
     def _uncounted(self, name: str) -> list[Ancestor]:
         """Runs that this one was forked from, as far as they do not draw on the same budget."""

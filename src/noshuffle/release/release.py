@@ -233,6 +233,16 @@ class Release(OpenRun):
         self._sampler = sampler
         return sampler
 
+    @property
+    def drawn(self) -> Sampler:
+        """The sampler that was made last."""
+        if self._sampler is None:
+            raise ParticipationViolation(
+                "a sampled plan takes its batches from our sampler; make one with "
+                "sampler(population)"
+            )
+        return self._sampler
+
     # -- a step --------------------------------------------------------------------------------
 
     def identify(self, ids: Any, *, rows: int | None = None) -> Ids:
@@ -285,7 +295,7 @@ class Release(OpenRun):
             )
         ticket = Ticket(step)
         if self.plan.participation.is_sampled and step < self.plan.steps:
-            ids = self._take_drawn(ticket, ids, self._drawn(step), is_partial=is_partial)
+            ids = self._take_drawn(ticket, ids, self.drawn.draw(step), is_partial=is_partial)
         ticket.units, ticket.keep = self.guard.take(ids, drop=drop)
         self._ticket = ticket
         if kind and kind != self._kind_of_ids:
@@ -311,14 +321,6 @@ class Release(OpenRun):
         if units is not None and not self.plan.participation.is_sampled:
             body["units"] = self.history.lists.encode(ticket.step, units)
         self.log.append(kind, **body)
-
-    def _drawn(self, step: int) -> Ids:
-        if self._sampler is None:
-            raise ParticipationViolation(
-                "a sampled plan takes its batches from our sampler; make one with "
-                "sampler(population)"
-            )
-        return self._sampler.draw(step)
 
     def _take_drawn(
         self, ticket: Ticket, ids: Ids | None, expected: Ids, *, is_partial: bool
