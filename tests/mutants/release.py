@@ -229,7 +229,7 @@ RELEASE = (
     Mutant(
         "a line of the log may be changed",
         "release/log.py",
-        "if told != link.encode() + b'\"}\\n':",
+        "if stored != link.encode() + b'\"}\\n':",
         "if False:",
         LOG,
         "chain",
@@ -285,7 +285,7 @@ RELEASE = (
     Mutant(
         "a statement is believed",
         "release/verify.py",
-        "if not _agree(told.get(name), expected.get(name)):",
+        "if not _agree(stated.get(name), expected.get(name)):",
         "if False:",
         VERIFY,
         "evidence",

@@ -163,22 +163,22 @@ class Budget:
         if self.folder.exists() and not self.folder.is_dir():
             raise InvalidInput(f"a budget is kept in a folder, and {folder} is a file")
         self._file, self._exposes = self.folder / _FILE, ""
-        given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
+        options: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
         # NumPy's numbers are no JSON.
-        given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
-        given |= {"unit": unit, "neighbours": neighbours}
+        options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
+        options |= {"unit": unit, "neighbours": neighbours}
         if not self.is_in(self.folder):
             if epsilon is None or delta is None:
                 raise InvalidInput(
                     f"{folder} holds no budget; give epsilon and delta for a new one"
                 )
-            limit = _new_limit(given)
+            limit = _new_limit(options)
             make_folder(self.folder)
             with _turn(), Log(self._file) as log:
                 if not log.rows:  # otherwise another process was faster
                     log.append("budget", limit=limit)
         self.limit: dict[str, Any] = _rows(self._file)[0]["limit"]
-        for name, value in given.items():
+        for name, value in options.items():
             if value not in (None, self.limit[name]):
                 raise InvalidInput(
                     f"{folder} is a budget with {name} = {self.limit[name]!r}, got {value!r}; a "
@@ -426,22 +426,22 @@ class Place:
         )
 
 
-def _new_limit(given: dict[str, Any]) -> dict[str, Any]:
+def _new_limit(options: dict[str, Any]) -> dict[str, Any]:
     """The limit of a new budget, with what was not given."""
-    epsilon, delta = given["epsilon"], given["delta"]
+    epsilon, delta = options["epsilon"], options["delta"]
     positive(epsilon=epsilon)
     if not 1e-9 <= epsilon <= 1e6:
         raise InvalidInput(f"epsilon must be between 1e-9 and 1e6, got {epsilon!r}")
     open_unit(delta=delta) if delta else non_negative(delta=delta)
     limit: dict[str, Any] = {"unit": "example", "neighbours": "zero-out"}
     limit |= {"name": secrets.token_hex(6), "pure": 0.0 if delta else epsilon}
-    limit |= {name: value for name, value in given.items() if value is not None}
+    limit |= {name: value for name, value in options.items() if value is not None}
     one_of(("example", "user"), unit=limit["unit"])
     one_of(_NEIGHBOURS, neighbours=limit["neighbours"])
     non_negative(pure=limit["pure"])
     if limit["pure"] > epsilon or (not delta and limit["pure"] != epsilon):
         raise InvalidInput(
-            f"pure is a part of epsilon (all of it where delta is 0), got {given['pure']!r}"
+            f"pure is a part of epsilon (all of it where delta is 0), got {options['pure']!r}"
         )
     return limit
 
@@ -474,6 +474,6 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _reopened(folder: str, exposes: str) -> Budget:
-    made = Budget(folder)
-    made._exposes = exposes
-    return made
+    budget = Budget(folder)
+    budget._exposes = exposes
+    return budget

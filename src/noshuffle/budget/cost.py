@@ -117,14 +117,14 @@ def cost_of(
     return cost
 
 
-def _cost(said: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -> Cost:
+def _cost(statement: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -> Cost:
     is_sampled = plan is not None and plan.participation.is_sampled
-    if said.epsilon == 0 and (said.mu == 0 or (is_sampled and not steps)):
+    if statement.epsilon == 0 and (statement.mu == 0 or (is_sampled and not steps)):
         return NOTHING
-    if not math.isfinite(said.epsilon) or said.not_private:
+    if not math.isfinite(statement.epsilon) or statement.not_private:
         return Cost(math.inf)
-    if said.mu is not None:
-        return Cost(said.mu, is_exact=said.exact)
+    if statement.mu is not None:
+        return Cost(statement.mu, is_exact=statement.exact)
     if is_sampled and delta:
         assert plan is not None
         if isinstance(plan.participation, BallsInBins):
@@ -133,18 +133,18 @@ def _cost(said: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -
             return _composed(sampled_release(plan, steps), _SHARE * delta)
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), turns, _SHARE * delta)
-    if said.rho is not None and said.accountant == "rdp" and delta:
-        return _concentrated(said.rho, _SHARE * delta)
-    return Cost(0.0, said.delta, said.epsilon)
+    if statement.rho is not None and statement.accountant == "rdp" and delta:
+        return _concentrated(statement.rho, _SHARE * delta)
+    return Cost(0.0, statement.delta, statement.epsilon)
 
 
 def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
-    noise, found = plan.noise_multiplier, plan.positions(steps)
+    noise, positions = plan.noise_multiplier, plan.positions(steps)
 
     def curve(epsilons: np.ndarray) -> np.ndarray:
-        return found.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))
+        return positions.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))
 
-    return _above(curve, slack, start=found.epsilon(noise_multiplier=noise, delta=slack / 2))
+    return _above(curve, slack, start=positions.epsilon(noise_multiplier=noise, delta=slack / 2))
 
 
 def _law(plan: Plan) -> tuple[str, float, float]:
@@ -185,10 +185,10 @@ def _renyi(orders: tuple[float, ...], divergences: np.ndarray) -> Curve:
     pinsker = math.sqrt(float(np.min(divergences)) / 2)  # KL ≤ D of every order above one
 
     def curve(epsilons: np.ndarray) -> np.ndarray:
-        found = [
+        deltas = [
             renyi.delta_from_curve(orders, divergences, epsilon=float(one)) for one in epsilons
         ]
-        return np.minimum(found, pinsker)
+        return np.minimum(deltas, pinsker)
 
     return curve
 

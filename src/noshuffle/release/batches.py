@@ -234,8 +234,8 @@ class PrivateBatches:
             begin=lambda: None if self._begin_pass is None else self._begin_pass(start),
         )
         release.bind("order", self.order.kind)
-        left = slice(behind * parts, (behind + self._plan.steps - first) * parts)
-        for i, (rows, batch) in enumerate(self._loader.read(batches[left])):
+        remaining = slice(behind * parts, (behind + self._plan.steps - first) * parts)
+        for i, (rows, batch) in enumerate(self._loader.read(batches[remaining])):
             step, part = first + i // parts, i % parts
             if isinstance(batch, Batch) and batch.ids is not None:
                 yield batch

@@ -50,10 +50,10 @@ def look_through(dataset: Any) -> tuple[Any, Ids]:
         base, places = look_through(dataset.dataset)
         return base, places[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
-        found = list(map(look_through, dataset.datasets))
-        for base, _ in found:
-            check_base(found[0][0], base)
-        return found[0][0], np.concatenate([places for _, places in found])
+        parts = list(map(look_through, dataset.datasets))
+        for base, _ in parts:
+            check_base(parts[0][0], base)
+        return parts[0][0], np.concatenate([places for _, places in parts])
     try:
         places = np.arange(len(dataset), dtype=np.int64)
     except TypeError:
@@ -107,10 +107,10 @@ class NamedLoader:
     """A loader that gives (indices, batch) for batches of indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._asked = _Asked()
+        self._next = _NextBatches()
         self._loader = DataLoader(
             _Rows(loader.dataset),
-            batch_sampler=self._asked,
+            batch_sampler=self._next,
             collate_fn=_Collate(loader.collate_fn),
             num_workers=loader.num_workers,
             pin_memory=loader.pin_memory,
@@ -124,11 +124,11 @@ class NamedLoader:
 
     def read(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
         """These batches, in this order."""
-        self._asked.batches = batches
+        self._next.batches = batches
         return iter(self._loader)
 
 
-class _Asked(BatchSampler):
+class _NextBatches(BatchSampler):
     """The batches that are to be read next."""
 
     batches: Sequence[Sequence[int]] = ()

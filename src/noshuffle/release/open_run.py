@@ -215,8 +215,8 @@ class OpenRun(OneOwner):
         before = self._uncounted(self.charge.origin.partition("/")[0])
         is_whole = self.fact("adaptive_clip") == "yes" or self.plan.participation.is_sampled
         steps = self.plan.steps if is_whole and self.step else self.step
-        said = spent(self.plan, steps, ancestors=before, notes=self._void)
-        self.charge.settle(said, plan=None if before else self.plan, steps=steps, link=link)
+        statement = spent(self.plan, steps, ancestors=before, notes=self._void)
+        self.charge.settle(statement, plan=None if before else self.plan, steps=steps, link=link)
         self.log.append("budget", origin=self.charge.origin, words=self.charge.words())
 
     @property

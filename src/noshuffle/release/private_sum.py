@@ -171,26 +171,26 @@ class PrivateSum(OneOwner):
         rows, kind = _rows(contributions)
         if self._release is None:
             self._is_named = isinstance(contributions, Mapping)
-            self._open({name: tuple(own.shape[1:]) for name, own in rows.items()})
+            self._open({name: tuple(value.shape[1:]) for name, value in rows.items()})
         self._kind = kind
         release = self.release
-        wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
-        found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
-        if wanted != found:
+        expected = {name: tuple(value.shape) for name, value in self._totals.items()}
+        shapes = {name: tuple(value.shape[1:]) for name, value in rows.items()}
+        if expected != shapes:
             raise InvalidInput(
-                f"every contribution must have the shape {wanted}, got {found}; give one row per "
-                "unit"
+                f"every contribution must have the shape {expected}, got {shapes}; give one row "
+                "per unit"
             )
         size = len(next(iter(rows.values())))
         assert self._names is not None
         if self._names.are_places:
             ids = self._names.take(ids, rows=size)
-        own = None if ids is None else release.identify(ids, rows=size)
-        if own is None and self.plan.unit == "user":
+        units = None if ids is None else release.identify(ids, rows=size)
+        if units is None and self.plan.unit == "user":
             raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
-        ticket = release.admit(own, drop=self._drop)
+        ticket = release.admit(units, drop=self._drop)
         keep = None if ticket.keep is None else torch.from_numpy(ticket.keep)
-        groups = own if self.plan.unit == "user" else None
+        groups = units if self.plan.unit == "user" else None
         values = self._clipped(rows, keep, groups)
         release.close(ticket, values)
         for key, value in values.items():
@@ -306,19 +306,20 @@ def clipped_rows(rows: Tensor, clip: float) -> Tensor:
     return rows * clip_factor(norms, clip, slack=FINE_SLACK)
 
 
-def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
+def _rows(contributions: Any) -> tuple[dict[str, Tensor], str]:
     """Contributions as tensors by name, and in what form they came."""
-    if isinstance(given, Mapping):
-        if not given:
+    if isinstance(contributions, Mapping):
+        if not contributions:
             raise InvalidInput("contributions by name must hold at least one name, got none")
-        parts = {str(name): _tensor(value) for name, value in given.items()}
-        if len(parts) < len(given):
-            raise InvalidInput(f"names must differ as text, got {list(given)}; rename one of them")
+        parts = {str(name): _tensor(value) for name, value in contributions.items()}
+        if len(parts) < len(contributions):
+            names = list(contributions)
+            raise InvalidInput(f"names must differ as text, got {names}; rename one of them")
         sizes = {name: len(value) for name, (value, _) in parts.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidInput(f"every name must have one row per unit, got {sizes}")
         return {name: value for name, (value, _) in parts.items()}, next(iter(parts.values()))[1]
-    value, kind = _tensor(given)
+    value, kind = _tensor(contributions)
     return {VALUE: value}, kind
 
 

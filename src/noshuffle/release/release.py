@@ -202,8 +202,8 @@ class Release(OpenRun):
         start = {"step": self.guard.steps, "row": row, "nonce": secrets.token_hex(16)}
         self.log.append("start", **start, day=today())
         self.log.flush()
-        for own in self.history.of("start"):
-            keys = keys.started(step=own["step"], row=own["row"], nonce=own["nonce"])
+        for earlier in self.history.of("start"):
+            keys = keys.started(step=earlier["step"], row=earlier["row"], nonce=earlier["nonce"])
         self._keys = self.threshold.keys = keys
         self.noise = NoiseStream(
             recipe,
@@ -252,9 +252,9 @@ class Release(OpenRun):
         """
         if rows is not None and isinstance(ids, set | frozenset):
             raise InvalidInput("ids must be in the order of the examples, and a set has none")
-        found, kind = ids_and_kind(ids, secret=self.secret)
-        if rows not in (None, len(found)):
-            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
+        units, kind = ids_and_kind(ids, secret=self.secret)
+        if rows not in (None, len(units)):
+            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(units)} ids")
         known = self._kind_of_ids
         if kind and known not in ("", NO_IDS, kind):
             raise InvalidInput(
@@ -262,7 +262,7 @@ class Release(OpenRun):
                 "count as two units, so give the same kind in every step"
             )
         self._new_kind = kind or self._new_kind
-        return found
+        return units
 
     def check_ready(self) -> None:
         """Raise unless the next step may begin."""
@@ -413,10 +413,10 @@ class Release(OpenRun):
         rule = self.plan.participation.base
         if not isinstance(rule, InEpochs):
             raise InvalidInput("this plan has no epochs; skip() passes over one step")
-        left = -self.step % rule.steps_per_epoch
-        for _ in range(left):
+        count = -self.step % rule.steps_per_epoch
+        for _ in range(count):
             self.pass_over()
-        return left
+        return count
 
     def _discard_noise(self, until: int) -> None:
         """Draw the noise of steps without a sum as it would have been: later rows depend on it."""
@@ -463,9 +463,9 @@ class Release(OpenRun):
         one that was changed.
         """
         self.check_open()
-        found, state = self.need_folder().saved(), None
-        if found:
-            path, row = found[-1], self._row_of(found[-1])
+        checkpoints, state = self.need_folder().saved(), None
+        if checkpoints:
+            path, row = checkpoints[-1], self._row_of(checkpoints[-1])
             state = load(path, with_secret=True)
             if row is None or state["secret"].get("at") != row["at"]:
                 raise InvalidInput(

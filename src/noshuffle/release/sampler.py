@@ -138,45 +138,46 @@ class Sampler:
         if rate == 1:
             return np.arange(count)
         cipher, below = self._cipher(step), np.uint64(int(rate * 2**64))
-        words, found = np.empty(min(count, _PIECE), dtype="<u8"), []
+        words, drawn = np.empty(min(count, _PIECE), dtype="<u8"), []
         for first in range(0, count, _PIECE):
             many = min(count - first, _PIECE)
             cipher.update_into(memoryview(_ZEROS)[: 8 * many], words[:many].view(np.uint8))
-            found.append(np.flatnonzero(words[:many] < below) + first)
-        return found[0] if len(found) == 1 else np.concatenate(found)
+            drawn.append(np.flatnonzero(words[:many] < below) + first)
+        return drawn[0] if len(drawn) == 1 else np.concatenate(drawn)
 
 
-def _poisson(own: Sampler, step: int) -> Ids:
-    return own.flips(step, own.population, own.participation.rate)  # type: ignore[attr-defined]
+def _poisson(sampler: Sampler, step: int) -> Ids:
+    assert isinstance(sampler.participation, Poisson | TruncatedPoisson)
+    return sampler.flips(step, sampler.population, sampler.participation.rate)
 
 
-def _fixed_size(own: Sampler, step: int) -> Ids:
-    assert isinstance(own.participation, FixedSize)
-    order = np.argsort(own.words(step), kind="stable")
-    return np.sort(order[: own.participation.batch]).astype(np.int64)
+def _fixed_size(sampler: Sampler, step: int) -> Ids:
+    assert isinstance(sampler.participation, FixedSize)
+    order = np.argsort(sampler.words(step), kind="stable")
+    return np.sort(order[: sampler.participation.batch]).astype(np.int64)
 
 
-def _truncated(own: Sampler, step: int) -> Ids:
-    assert isinstance(own.participation, TruncatedPoisson)
-    drawn, cap = _poisson(own, step), own.participation.cap
+def _truncated(sampler: Sampler, step: int) -> Ids:
+    assert isinstance(sampler.participation, TruncatedPoisson)
+    drawn, cap = _poisson(sampler, step), sampler.participation.cap
     if len(drawn) > cap:  # those with the smallest words stay
-        order = np.argsort(own.words(step)[drawn], kind="stable")
+        order = np.argsort(sampler.words(step)[drawn], kind="stable")
         drawn = np.sort(drawn[order[:cap]])
     return drawn
 
 
-def _cyclic(own: Sampler, step: int) -> Ids:
-    assert isinstance(own.participation, CyclicPoisson)
-    groups = own.participation.groups
+def _cyclic(sampler: Sampler, step: int) -> Ids:
+    assert isinstance(sampler.participation, CyclicPoisson)
+    groups = sampler.participation.groups
     first = step % groups
-    many = len(range(first, own.population, groups))
-    return first + groups * own.flips(step, many, own.participation.rate)
+    many = len(range(first, sampler.population, groups))
+    return first + groups * sampler.flips(step, many, sampler.participation.rate)
 
 
-def _in_bins(own: Sampler, step: int) -> Ids:
-    assert isinstance(own.participation, BallsInBins)
-    bins = own.participation.steps_per_epoch
-    return np.flatnonzero(_scaled(own.words(0), bins) == step % bins)
+def _in_bins(sampler: Sampler, step: int) -> Ids:
+    assert isinstance(sampler.participation, BallsInBins)
+    bins = sampler.participation.steps_per_epoch
+    return np.flatnonzero(_scaled(sampler.words(0), bins) == step % bins)
 
 
 def _scaled(words: NDArray[np.uint64], choices: int) -> NDArray[np.int64]:

@@ -19,15 +19,15 @@ from noshuffle.release.folder import RunFolder
 
 def _signed_text(plan: Plan, record: dict[str, Any]) -> bytes:
     """What a signature is of."""
-    told = {name: record[name] for name in ("log_link", "files")}
-    return json.dumps({"plan": plan.hash, **told}, sort_keys=True, separators=(",", ":")).encode()
+    parts = {name: record[name] for name in ("log_link", "files")}
+    return json.dumps({"plan": plan.hash, **parts}, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _files(folder: RunFolder) -> dict[str, str]:
     """Digests of the files beside the log, which its newest link is of."""
     apart = {folder.log_file, folder.signature_file, folder.secret_file}
-    found = [p for p in sorted(folder.path.iterdir()) if p.is_file() and p.name[0] != "."]
-    return {file.name: file_digest(file) for file in found if file not in apart}
+    files = [p for p in sorted(folder.path.iterdir()) if p.is_file() and p.name[0] != "."]
+    return {file.name: file_digest(file) for file in files if file not in apart}
 
 
 def write_signature(folder: RunFolder, plan: Plan, link: str, key: Any) -> None:
@@ -70,11 +70,11 @@ def signature_failure(
 
     try:
         record = read_json(folder.signature_file)
-        told = bytes.fromhex(record["public_key"])
-        if public_key not in (told, None):
+        signer = bytes.fromhex(record["public_key"])
+        if public_key not in (signer, None):
             return "signature.json was made with another key than the one given"
         text = _signed_text(plan, record)
-        Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
+        Ed25519PublicKey.from_public_bytes(signer).verify(bytes.fromhex(record["signature"]), text)
     except InvalidInput as error:
         return f"signature.json cannot be read: {error}"
     except (InvalidSignature, KeyError, ValueError, TypeError) as error:
@@ -94,8 +94,8 @@ def public_bytes(given: str | Path) -> bytes:
         if isinstance(given, str) and len(given) == 64 and not Path(given).exists():
             return bytes.fromhex(given)
         key: Any = form.load_pem_public_key(Path(given).read_bytes())
-        found: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
-        return found
+        raw: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+        return raw
     except (OSError, ValueError) as error:
         raise InvalidInput(
             f"public_key must be a PEM file or 64 hex digits, got {given} ({error})"

@@ -115,8 +115,8 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     if not run.path.is_dir():  # a slip in the name refutes nothing
         raise InvalidInput(f"{path} is not a folder; give a run folder")
     wanted = None if public_key is None else public_bytes(public_key)
-    found = [phase for phase in run.path.glob("phase-*") if phase.name[6:].isdecimal()]
-    phases = sorted(found, key=lambda phase: int(phase.name[6:]))
+    folders = [phase for phase in run.path.glob("phase-*") if phase.name[6:].isdecimal()]
+    phases = sorted(folders, key=lambda phase: int(phase.name[6:]))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
     try:
@@ -165,10 +165,10 @@ def _contradictions(
     """
     if run.plan_file.read_bytes() != history.plan.to_json().encode():
         yield "plan.json is not in canonical form: it was edited"
-    told: dict[str, Any] = {}
+    stated: dict[str, Any] = {}
     try:
-        told = {**read_json(run.statement_file)}
-        if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
+        stated = {**read_json(run.statement_file)}
+        if run.statement_file.read_bytes() != as_json(stated):  # two values of a name, say
             yield "statement.json is not as a run writes it: it was edited"
     except FileNotFoundError:
         yield "statement.json is missing"
@@ -182,7 +182,7 @@ def _contradictions(
         for row in read(run.log_file):
             history.add(row)
             link = row["link"]
-            if link == told.get("log_link"):
+            if link == stated.get("log_link"):
                 expected = history.statement_record(link=link)
     except Damaged as damage:
         if not damage.is_torn:
@@ -190,11 +190,11 @@ def _contradictions(
         unchecked.append("the last line of the log, which is torn: it is no step of the run")
     yield from _header(history)
     yield from _newest_checkpoint(run, history)
-    if told:
-        yield from _disagreements(told, expected)
-        if told.get("released_steps") != history.steps:
+    if stated:
+        yield from _disagreements(stated, expected)
+        if stated.get("released_steps") != history.steps:
             unchecked.append(
-                f"the last save: statement.json covers {told.get('released_steps')} steps, and ε "
+                f"the last save: statement.json covers {stated.get('released_steps')} steps, and ε "
                 f"above is that of all {history.steps} in the log"
             )
     is_signed = run.signature_file.exists()
@@ -234,23 +234,23 @@ def _bound(clip: str) -> float | None:
         return None
 
 
-def _disagreements(told: dict[str, Any], expected: dict[str, Any] | None) -> Iterator[str]:
+def _disagreements(stated: dict[str, Any], expected: dict[str, Any] | None) -> Iterator[str]:
     """statement.json against the one that followed from the log when it was written."""
     if expected is None:
         yield "the log lacks the row that statement.json was written after: it was cut or made anew"
         return
     expected = json.loads(json.dumps(expected))
-    for name in sorted(expected.keys() | told.keys()):
-        if not _agree(told.get(name), expected.get(name)):
-            yield f"statement.json says {name} = {told.get(name)}, the log {expected.get(name)}"
+    for name in sorted(expected.keys() | stated.keys()):
+        if not _agree(stated.get(name), expected.get(name)):
+            yield f"statement.json says {name} = {stated.get(name)}, the log {expected.get(name)}"
 
 
-def _agree(told: Any, expected: Any) -> bool:
+def _agree(stated: Any, expected: Any) -> bool:
     """Equal, and of one kind in JSON (1 is not true); for numbers with a point up to the last
     digits that another machine may round differently."""
-    if isinstance(told, float) and isinstance(expected, float):
-        return math.isclose(told, expected, rel_tol=1e-9, abs_tol=0.0)
-    return type(told) is type(expected) and bool(told == expected)
+    if isinstance(stated, float) and isinstance(expected, float):
+        return math.isclose(stated, expected, rel_tol=1e-9, abs_tol=0.0)
+    return type(stated) is type(expected) and bool(stated == expected)
 
 
 def _newest_checkpoint(run: RunFolder, history: History) -> Iterator[str]:
