@@ -73,7 +73,7 @@ def test_a_command_that_its_budget_refused_starts_with_a_larger_one(
     line += ["--out", str(out), "--budget"]
     assert main([*line, str(tmp_path / "small")]) == 2
     assert "and the limit is 0.5" in capsys.readouterr().err
-    assert not out.exists()
+    assert not out.parent.exists()
     assert main([*line, str(tmp_path / "large")]) == 0
     assert len(Budget(tmp_path / "large").entries()) == 1
 

@@ -110,13 +110,14 @@ def begun(
 ) -> Iterator[None]:
     """Begin a run in here: its folder is this process's alone, and holds its settings.
 
-    Those of a run that was refused are taken away again, its secret and its folder included.
-    Another process that began in the same folder meanwhile keeps its own.
+    Those of a run that was refused are taken away again, its secret included, and so are folders
+    that were made for it. Another process that began in the same folder meanwhile keeps its own.
     """
     from noshuffle.release.files import alone_in, make_folder, read_json
 
     flags = {_DRAWS: draws_on_budget, _FORKS: is_fork}
     config = {**settings, **{name: True for name, is_set in flags.items() if is_set}}
+    made = home.missing()
     make_folder(home.path)
     meanwhile = f"{home.path} holds another run, begun meanwhile; use another --out"
     try:
@@ -130,7 +131,7 @@ def begun(
             except BaseException:
                 if not home.is_started:
                     home.config_file.unlink(missing_ok=True)
-                    home.withdraw()
+                    home.withdraw(made)
                 raise
     except BlockingIOError:
         raise InvalidInput(meanwhile) from None

@@ -120,13 +120,18 @@ class RunFolder:
             file.unlink()
             sync(file.parent)
 
-    def withdraw(self) -> None:
-        """Take back what a run that released nothing has written, and a folder that is empty."""
+    def missing(self) -> list[Path]:
+        """The folders that would be made for a run here, innermost first."""
+        return [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+
+    def withdraw(self, made: list[Path]) -> None:
+        """Take back what a run that released nothing has written; `made`: see `missing`."""
         self.remove_secrets()
         for file in (self.plan_file, self.statement_file, self.log_file):
             file.unlink(missing_ok=True)
-        with suppress(OSError):  # there is something else in it
-            self.path.rmdir()
+        with suppress(OSError):  # somebody has put something into it
+            for folder in made:
+                folder.rmdir()
 
     def _not_a_run(self) -> str:
         message = f"{self.path} is not a run folder: it has no plan.json"

@@ -132,16 +132,21 @@ class PrivateSum(OneOwner):
     @property
     def total(self) -> Any:
         """The private sum of all steps so far, as it was given (a number, an array, tensors)."""
-        return self._given(self._totals)
+        if self._release is None:
+            raise InvalidInput(
+                "nothing was added yet, so the shape of the total is not known; add() first, or "
+                "give shape="
+            )
+        return self._as_given(self._totals)
 
     def go_on_from(self, total: Any) -> None:
         """Take up a total that this run released and that was kept elsewhere.
 
         Whoever writes down every total loses no step to a kill since the last `save`.
         """
-        own = self._totals[VALUE]
-        taken = torch.as_tensor(total, dtype=own.dtype, device=own.device)
-        self._totals[VALUE] = taken.reshape(own.shape)
+        before = self._totals[VALUE]
+        released = torch.as_tensor(total, dtype=before.dtype, device=before.device)
+        self._totals[VALUE] = released.reshape(before.shape)
 
     @property
     def deviation(self) -> float:
@@ -197,19 +202,18 @@ class PrivateSum(OneOwner):
             self._totals[key] += value
         release.finish(ticket)
         release.flush()
-        return self._given(values)
+        return self._as_given(values)
 
     def _clipped(
         self, rows: dict[str, Tensor], keep: Tensor | None, groups: Any
     ) -> dict[str, Tensor]:
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
-        flat = torch.cat(
-            [
-                rows[name].to(self._device, torch.float64).reshape(len(rows[name]), own.numel())
-                for name, own in self._totals.items()  # a mapping may come in another order
-            ],
-            dim=1,
-        )
+        shapes = {name: total.shape for name, total in self._totals.items()}
+        columns = [  # a mapping may come in another order
+            rows[name].to(self._device, torch.float64).reshape(len(rows[name]), shape.numel())
+            for name, shape in shapes.items()
+        ]
+        flat = torch.cat(columns, dim=1)
         if keep is not None:
             flat = flat[keep.to(self._device)]
             groups = None if groups is None else groups[keep.numpy()]
@@ -217,28 +221,18 @@ class PrivateSum(OneOwner):
             _, whose = np.unique(groups, return_inverse=True)
             index = torch.from_numpy(whose).to(self._device)
             flat = flat.new_zeros(int(index.max()) + 1, flat.shape[1]).index_add_(0, index, flat)
-        sizes = [own.numel() for own in self._totals.values()]
-        parts = torch.split(clipped_rows(flat, self.clip).sum(0), sizes)
-        owners = self._totals.items()
-        return {name: p.reshape(own.shape).clone() for (name, own), p in zip(owners, parts)}
+        total = clipped_rows(flat, self.clip).sum(0)
+        parts = torch.split(total, [shape.numel() for shape in shapes.values()])
+        return {name: part.reshape(shapes[name]).clone() for name, part in zip(shapes, parts)}
 
-    def _given(self, values: Mapping[str, Tensor]) -> Any:
+    def _as_given(self, values: Mapping[str, Tensor]) -> Any:
         """In the form in which contributions came."""
-        if self._is_named:
-            return {name: self._one(value) for name, value in values.items()}
-        if VALUE not in values:
-            raise InvalidInput(
-                "nothing was added yet, so the shape of the total is not known; add() first, or "
-                "give shape="
-            )
-        return self._one(values[VALUE])
-
-    def _one(self, value: Tensor) -> Any:
-        value = value.detach().clone()
-        if self._kind == "tensor":
-            return value
-        array = value.cpu().numpy()
-        return float(array) if self._kind == "number" and not array.ndim else array
+        forms: dict[str, Any] = {name: value.clone() for name, value in values.items()}
+        if self._kind != "tensor":
+            forms = {name: value.cpu().numpy() for name, value in forms.items()}
+        if self._kind == "number":
+            forms = {name: value if value.ndim else float(value) for name, value in forms.items()}
+        return forms if self._is_named else forms[VALUE]
 
     def batches(self, loader: Any) -> PrivateBatches:
         """The batches of a DataLoader, each row of which is named by its place in the data set.

@@ -134,6 +134,8 @@ class Release(OpenRun):
         self._sampler: Sampler | None = None
         self.charge: Charge | None = None
         self._ticket: Ticket | None = None
+        #: The folders that are made for this run.
+        self._made = [] if self.folder is None else self.folder.missing()
         self.log = self.open_log()
         self._is_new = not self.log.rows
         try:
@@ -142,7 +144,7 @@ class Release(OpenRun):
         except BaseException as error:
             self.log.close()
             if self._is_new and isinstance(error, NoshuffleError) and self.folder is not None:
-                self.folder.withdraw()
+                self.folder.withdraw(self._made)
             raise
 
     # -- begin, go on, fork --------------------------------------------------------------------
@@ -487,37 +489,34 @@ class Release(OpenRun):
         rows = reversed(self.history.of("checkpoint"))
         return next((row for row in rows if row["step"] == step and row["files"] == files), None)
 
-    def keep_in(self, run: Run, steps: Sequence[Ids | None]) -> None:
+    def keep_in(self, run: Path, steps: Sequence[Ids]) -> None:
         """Go on in a new folder with a run in memory, whose steps so far held these units.
 
         Guarantees: where it raises, the run goes on in memory, and nothing is left of the folder.
         """
-        if run is None or self.folder is not None:
-            raise InvalidInput("keep_in takes a run in memory and a folder for it")
         folder, before = RunFolder.of(run), vars(self).copy()
         folder.refuse_strangers()
+        made = folder.missing()
         try:
             make_folder(folder.path)
             write_json(folder.secret_file, self._keys.to_dict(), mode=0o600)
             write_bytes(folder.plan_file, self.plan.to_json().encode())
             self.folder, self.history = folder, History(self.plan)
             self.log, self.guard = self.history.open_log(folder), self.history.guard
-            is_named = all(units is not None for units in steps)
             for row in before["log"].rows:
-                if not (is_named and row.get("name") == "ids" and row["value"] == NO_IDS):
+                if row.get("name") != "ids":  # in memory nobody had named them
                     self.log.append(**row)
-            self._kind_of_ids = self.fact("ids") or ""
+            self._kind_of_ids = ""
             for step, units in enumerate(steps):
-                admitted = self.guard.take(units)
-                ticket = Ticket(step, *admitted)
-                self._write("step", ticket, None if units is None else admitted.units)
+                ticket = Ticket(step, *self.guard.take(units))
+                self._write("step", ticket, ticket.units)
             self.write_statement()
         except BaseException:
             if self.log is not before["log"]:
                 with suppress(NoshuffleError):  # a full disk
                     self.log.close()
             vars(self).update(before)
-            folder.withdraw()
+            folder.withdraw(made)
             raise
 
     # -- the end -------------------------------------------------------------------------------
@@ -546,7 +545,7 @@ class Release(OpenRun):
             self.settle("")
             self.log.close()
             if self.folder is not None:
-                self.folder.withdraw()
+                self.folder.withdraw(self._made)
 
 
 def _names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:
