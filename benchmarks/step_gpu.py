@@ -45,8 +45,7 @@ from step_peers import FASTDP, fastdp, jax_privacy, opacus
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.strategies import from_dict
-from noshuffle.training import fit_model, privatize
-from noshuffle.training.batches import Batch
+from noshuffle.training import Batch, fit_model, privatize
 
 PER_EPOCH, EPOCHS = 240, 20
 Make = Callable[[list[Batch]], Step]

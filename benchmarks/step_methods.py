@@ -15,8 +15,7 @@ from torch import nn
 from noshuffle.participation import Epochs
 from noshuffle.plan import Plan
 from noshuffle.strategies import blt, identity, tree
-from noshuffle.training import privatize
-from noshuffle.training.batches import Batch
+from noshuffle.training import Batch, privatize
 from noshuffle.training.models import build
 
 BATCH = 250

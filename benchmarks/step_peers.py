@@ -19,7 +19,7 @@ import torch
 from step_methods import BATCH, LOSS, Step, network, sgd
 from torch import Tensor, nn
 
-from noshuffle.training.batches import Batch
+from noshuffle.training import Batch
 
 #: fastDP's rows, and whether each uses its origin parameters.
 FASTDP = {"fastDP, MixOpt": False, "fastDP, MixOpt, origin parameters": True}

@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +27,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.data import DataLoader, TensorDataset
 
 from noshuffle import Plan, PrivateSum, privatize
 from noshuffle.convex.phases import PhaseBudget
@@ -56,6 +58,29 @@ def drive_sum(folder: Path, plan: Plan) -> Iterator[Release]:
         yield step, sums.add(np.zeros((UNITS, SIZE)), ids=units(step))
         if sums.step % SAVE_EVERY == 0:
             sums.save()
+    sums.close()
+
+
+class CallersOrder:
+    """A batch sampler of the caller's: the units of every step of an epoch."""
+
+    def __len__(self) -> int:
+        return EPOCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        return map(units, range(EPOCH))
+
+
+def drive_loader(folder: Path, plan: Plan) -> Iterator[Release]:
+    sums = PrivateSum(replace(plan, unit="example"), clip=1.0, shape=(SIZE,), run=folder)
+    data = TensorDataset(torch.zeros(UNITS * EPOCH, SIZE))
+    loader = DataLoader(data, batch_sampler=CallersOrder())
+    while sums.step < plan.steps:
+        for (x,) in sums.batches(loader):
+            step = sums.step
+            yield step, sums.add(x).numpy()
+            if sums.step % SAVE_EVERY == 0:
+                sums.save()
     sums.close()
 
 
@@ -155,6 +180,7 @@ def drive_stream(folder: Path, plan: Plan) -> Iterator[Release]:
 
 DRIVERS: dict[str, Drive] = {
     "sum": drive_sum,
+    "loader": drive_loader,
     "training": drive_training,
     "rounds": drive_rounds,
     "stream": drive_stream,

@@ -57,7 +57,6 @@ from noshuffle.strategies import (
     sensitivity,
     sqrt_toeplitz,
     tree,
-    two_sided,
 )
 from noshuffle.strategies.fit import best, candidates, fit
 from noshuffle.strategies.workload import cooldown
@@ -141,7 +140,7 @@ CALLS: dict[str, tuple[Callable[[], Any], str]] = {
     "column_normalized": (lambda: column_normalized(None, 4), "strategy must be"),
     "blt": (lambda: blt(0.5, 0.2), "decays must be a list of numbers, got 0.5"),
     "blt, taps": (lambda: blt((0.5,), (0.2,), (None,), 2), "taps must be a list of numbers"),
-    "two_sided": (lambda: two_sided((0.5,), (0.2,), gains=3, draw_gains=(1,)), "gains must be"),
+    "blt, gains": (lambda: blt((0.5,), (0.2,), gains=3, draw_gains=(1,)), "gains must be"),
     "banded, gains": (lambda: banded([1.0], gains="12"), "gains must be a list of numbers"),
     "sqrt_toeplitz": (lambda: sqrt_toeplitz(momentum=None), "momentum must be"),
     "momentum": (lambda: momentum("x"), "momentum must be a finite number"),

@@ -28,7 +28,7 @@ from noshuffle.participation import (
     SinglePass,
 )
 from noshuffle.plan import Plan
-from noshuffle.strategies.blt import two_sided
+from noshuffle.strategies.blt import blt
 from noshuffle.strategies.registry import _BUILT_IN
 
 N = 12
@@ -45,7 +45,7 @@ STRATEGIES: dict[str, st.Strategy] = {
     "banded-signed": st.banded([1.5, -0.6, 0.3, 0.4], gains=RISING),
     "blt-normalized": st.blt((0.95, 0.5), (0.2, 0.3), normalized=N),
     "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
-    "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
+    "blt-two-sided": blt((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
     "dense": st.dense(LOWER),
     **{
         f"tree-{variant}-{every}-{completion}": st.tree(

@@ -13,12 +13,10 @@ import torch
 import noshuffle.strategies as st
 from noshuffle.auditing.answers import HOLDS, REFUTED
 from noshuffle.auditing.canaries import Canaries, estimate
-from noshuffle.auditing.membership import Attack, attack
+from noshuffle.auditing.membership import attack
 from noshuffle.auditing.one_run import best_guesses, epsilon_bound, mu_bound
-from noshuffle.auditing.run_folder import audit_run
 from noshuffle.auditing.training_run import audit_training
 from noshuffle.cli import main
-from noshuffle.cli.train_choices import rows_in_order
 from noshuffle.datasets import load
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import NoiseStream
@@ -138,7 +136,6 @@ def test_an_overfitted_model_gives_its_members_away() -> None:
     assert told.answer == REFUTED
     assert told.area > 0.9
     assert attack(losses, coins, claimed_mu=4.0).answer == HOLDS
-    assert attack(losses, coins, claimed_mu=0.5, is_random=False).answer == HOLDS
 
 
 def test_train_and_page_by_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -171,7 +168,7 @@ def test_a_run_folder_is_audited_and_its_report_shows_it(
     assert main(["report", run]) == 0
     assert main(["audit", run, "--save"]) == 0
     told = capsys.readouterr().out
-    assert "loss-threshold attack" in told
+    assert "from the emitted noise" in told
     assert "Second opinion" in (tmp_path / "run" / "report.html").read_text()
     assert main(["verify", run]) in (0, 3)
     statement = tmp_path / "run" / "statement.json"
@@ -189,36 +186,6 @@ def test_too_few_canaries_are_refused_before_anything_is_trained() -> None:
             plan, torch.nn.Linear(5, 2), X, Y, canaries=79, progress=lambda n: trained.append(n)
         )
     assert not trained
-
-
-def test_rows_behind_the_last_whole_batch_are_no_members(tmp_path: Path) -> None:
-    """Of 1,437 digits 5 batches of 240 are seen a pass, in each of two passes the same."""
-    run = tmp_path / "run"
-    line = f"train --epochs 2 --batch-size 240 --model linear --mechanism identity --out {run}"
-    assert main(line.split()) == 0
-    (losses,) = (found for found in audit_run(run) if isinstance(found, Attack))
-    assert (losses.members, losses.others) == (1200, 360)
-
-
-@pytest.mark.parametrize("order", ["file", "sorted"])
-def test_members_are_the_rows_that_were_trained_on_in_any_order(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, order: str
-) -> None:
-    """They were the first ones of the file, which a pass in another order had not all seen."""
-    asked: list[torch.Tensor] = []
-
-    def losses(model: torch.nn.Module, x: torch.Tensor, y: torch.Tensor) -> np.ndarray:
-        asked.append(x)
-        return np.zeros(len(x))
-
-    run, data = tmp_path / "run", load("digits")
-    line = f"train --epochs 1 --batch-size 240 --model linear --mechanism identity --out {run}"
-    assert main([*line.split(), "--order", order]) == 0
-    monkeypatch.setattr("noshuffle.auditing.run_folder.losses_of", losses)
-    audit_run(run)
-    wanted = np.concatenate(rows_in_order(data, order, batch=240))
-    members = data.x_train[torch.from_numpy(np.sort(wanted))]
-    assert torch.equal(asked[0], torch.cat([members, data.x_test]))
 
 
 def test_an_audit_says_which_part_of_a_statement_it_did_not_look_at(

@@ -46,8 +46,8 @@ def mixed_delta(mu: float, pure: list[float], epsilon: float) -> float:
 @pytest.mark.parametrize("mu", [0.2, 1.0])
 def test_pure_and_gaussian_runs_together(mu: float, pure: list[float]) -> None:
     statements = [proved(epsilon=one) for one in pure]
-    costs = [cost_of(said, delta=DELTA) for said in statements]
-    aside = [cost_of(said, delta=DELTA, aside=9.0) for said in statements]
+    aside = [cost_of(said, delta=DELTA) for said in statements]
+    costs = [cost.within(0.0) for cost in aside]
     for each in (costs, aside):
         both = total([Cost(mu, is_exact=True), *each])
         assert not both.is_exact
@@ -107,7 +107,11 @@ def test_renyi_bounds_have_a_cost_above_theirs() -> None:
 
 def test_other_kinds() -> None:
     said = proved(epsilon=0.5, delta=1e-6)
-    assert cost_of(said, delta=DELTA) == Cost(gdp.of_pure(0.5), 1e-6)
+    assert cost_of(said, delta=DELTA) == Cost(0.0, 1e-6, pure=0.5)
+    for aside in (0.4, -1.0):  # more may be out than was set aside
+        assert cost_of(said, delta=DELTA).within(aside) == Cost(gdp.of_pure(0.5), 1e-6)
+        assert Cost(1.0).within(aside) == Cost(1.0)
+    assert cost_of(said, delta=DELTA).within(0.5).pure == 0.5
     bare = Plan.fit(SinglePass(4), mechanism="tree", noise_multiplier=0.0, delta=DELTA)
     assert cost_of(bare.statement(), delta=DELTA).mu == math.inf
     plan = Plan.fit(SinglePass(4), mechanism="tree", epsilon=1.0, delta=DELTA)
@@ -126,7 +130,7 @@ def test_other_kinds() -> None:
 
 def test_a_budget_without_delta_adds_pure_epsilons() -> None:
     said = proved(epsilon=0.25)
-    assert total([cost_of(said, delta=0.0, aside=1.0)] * 3).epsilon(0.0) == 0.75
+    assert total([cost_of(said, delta=0.0)] * 3).epsilon(0.0) == 0.75
 
 
 def test_a_slack_uses_delta_up() -> None:

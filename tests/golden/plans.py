@@ -87,8 +87,8 @@ GIVEN: dict[str, strategies.Strategy] = {
         strategies.blt((0.97, 0.6), (0.25, 0.35)), STEPS
     ),
     "blt with taps": strategies.blt((0.97, 0.6), (0.25, 0.35), (0.3, 0.2), 16),
-    "blt two-sided": strategies.two_sided(
-        (0.97, 0.6), (0.25, 0.35), (0.3,), 16, _RATES, _RATES[::-1]
+    "blt two-sided": strategies.blt(
+        (0.97, 0.6), (0.25, 0.35), (0.3,), 16, _RATES[::-1], gains=_RATES
     ),
     "dense": strategies.dense(
         np.tril(np.exp(-0.3 * np.abs(np.subtract.outer(np.arange(64), np.arange(64)))))

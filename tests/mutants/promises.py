@@ -167,8 +167,8 @@ PROMISES = (
     Mutant(
         "secret positions are drawn anew by the next process",
         "release/sampler.py",
-        "_scaled(self._words(0, self.population), self",
-        "_scaled(self._words(self.start, self.population), self",
+        "_scaled(sampler.words(0), bins)",
+        "_scaled(sampler.words(sampler.start), bins)",
         ("tests/release/test_release.py", "tests/release/test_sampler.py"),
         "P3",
     ),

@@ -16,9 +16,8 @@ RELEASE = (
     Mutant(
         "the row of a step is written after its noise was used",
         "release/release.py",
-        'self._write("step", ticket, None if ids is None else admitted.units)\n'
-        "        return ticket",
-        "row = None if ids is None else admitted.units\n"
+        'self._write("step", ticket, None if ids is None else ticket.units)\n        return ticket',
+        "row = None if ids is None else ticket.units\n"
         "        self.finish = lambda ended: (\n"
         '            self._write("step", ended, row), Release.finish(self, ended)\n'
         "        )\n"
@@ -134,7 +133,7 @@ RELEASE = (
     Mutant(
         "a sampled plan takes any batch",
         "release/release.py",
-        "if not np.array_equal(ids, drawn):",
+        "if not is_drawn or (len(missing) and not is_partial):",
         "if False:",
         RELEASED,
         "P4",
@@ -230,7 +229,7 @@ RELEASE = (
     Mutant(
         "a line of the log may be changed",
         "release/log.py",
-        "if told != link.encode() + b'\"}\\n':",
+        "if stored != link.encode() + b'\"}\\n':",
         "if False:",
         LOG,
         "chain",
@@ -246,8 +245,8 @@ RELEASE = (
     Mutant(
         "noise of the counts left out of the moving clip",
         "release/threshold.py",
-        "noisy = self._adders[1](step)(*counts)",
-        "noisy = counts[0]",
+        "noisy = self._adders[1](step)(count)",
+        "noisy = count",
         THRESHOLD,
         "P8",
     ),
@@ -286,7 +285,7 @@ RELEASE = (
     Mutant(
         "a statement is believed",
         "release/verify.py",
-        "if not _agree(told.get(name), expected.get(name)):",
+        "if not _agree(stated.get(name), expected.get(name)):",
         "if False:",
         VERIFY,
         "evidence",

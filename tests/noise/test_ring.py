@@ -22,7 +22,7 @@ from noshuffle.errors import InvalidInput
 from noshuffle.noise import NoiseStream, Source, native, test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.step_plan import StepPlans, rows_used
-from noshuffle.strategies.blt import two_sided
+from noshuffle.strategies.blt import blt
 from noshuffle.strategies.recipe import (
     Buffered,
     FeedForward,
@@ -52,7 +52,7 @@ STRATEGIES = {
     "banded": st.banded([1.0, 0.6, 0.3]),
     "blt": st.blt((0.95, 0.5), (0.2, 0.3)),
     "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
-    "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
+    "blt-two-sided": blt((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
     "dense": st.dense(LOWER),
 }
 every_strategy = pytest.mark.parametrize("name", STRATEGIES)

@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import sys
 import warnings
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +16,15 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import DataLoader, Sampler, TensorDataset
 
-from noshuffle import Budget, Epochs, Plan, PrivateSum, SinglePass
+from noshuffle import Budget, Epochs, Plan, PrivateSum, SinglePass, verify
 from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation
 from noshuffle.noise import test_source
 from noshuffle.noise.grid import grid_step
+from noshuffle.participation import AnyOrderEpochs
+from noshuffle.release.folder import RunFolder
+from noshuffle.release.history import History
 from noshuffle.release.private_sum import clipped_rows
 from noshuffle.strategies import identity
 
@@ -214,3 +220,105 @@ def test_arrays_that_may_not_be_written_to_are_taken_without_a_warning() -> None
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         PrivateSum(plan, clip=1.0).add(row)
+
+
+# -- rows of a loader ------------------------------------------------------------------------------
+
+ROWS = TensorDataset(torch.arange(22.0))
+
+
+def shuffled(**options: Any) -> DataLoader[Any]:
+    return DataLoader(ROWS, batch_size=5, shuffle=True, **options)
+
+
+def add_all(sums: PrivateSum, batches: Any, *, until: int = 100) -> list[list[int]]:
+    """Add a pass, to this step; the rows that came."""
+    seen = []
+    for (x,) in batches:
+        sums.add(x)
+        seen.append([int(row) for row in x])
+        if sums.step >= until:
+            break
+    return seen
+
+
+def test_a_shuffled_loader_of_two_passes_is_refused_at_the_first_repeated_row() -> None:
+    """Without names, ε of a second pass under a plan of one was half of what it should be."""
+    sums = PrivateSum(plan_of(10), clip=1.0, shape=())
+    batches = sums.batches(shuffled())
+    assert len(add_all(sums, batches)) == 5
+    with pytest.raises(ParticipationViolation, match="may not take part in step 5"):
+        add_all(sums, batches)
+    assert sums.step == 5
+    assert sums.statement().participation_checked
+    unnamed = PrivateSum(plan_of(10), clip=1.0, shape=())
+    for _ in range(2):
+        add_all(unnamed, shuffled())
+    assert not unnamed.statement().participation_checked
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_sums_of_a_loader_go_on_at_the_next_step_of_the_log(tmp_path: Path, workers: int) -> None:
+    """Killed in the middle of both passes: every pass has the same order, and each row once."""
+    plan = Plan.fit(Epochs(2, 5), mechanism="tree", noise_multiplier=1.0)
+    seen: list[list[int]] = []
+    for stop in (2, 7, 10):
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run")
+        while sums.step < stop:
+            seen += add_all(sums, sums.batches(shuffled(num_workers=workers)), until=stop)
+        sums.release.log.close()  # what is left of a killed process: its folder
+    assert seen[:5] == seen[5:]
+    first_pass = list(chain(*seen[:5]))
+    assert sorted(first_pass) == list(range(22)) != first_pass
+    named: list[list[int]] = []
+    run = RunFolder(tmp_path / "run")
+    History.read(run, on_step=lambda _, units: named.append(units.tolist()))
+    assert named == [sorted(batch) for batch in seen]
+
+
+def test_names_travel_with_the_batch_that_is_added() -> None:
+    sums = PrivateSum(plan_of(10), clip=1.0, shape=())
+    batches = iter(sums.batches(shuffled()))
+    with pytest.raises(InvalidInput, match="came without a batch"):
+        sums.add([1.0])
+    (x,) = next(batches)
+    with pytest.raises(InvalidInput, match="would be a second way"):
+        sums.add(x, ids=range(5))
+    with pytest.raises(InvalidInput, match="5 rows were read and 4 came"):
+        sums.add(x[:4])
+    sums.add(x)
+    with pytest.raises(InvalidInput, match="came without a batch"):
+        sums.add(x)
+    next(batches)
+    with pytest.raises(InvalidInput, match="a second batch came before step 1"):
+        next(batches)
+    with pytest.raises(InvalidInput, match="give shape="):
+        PrivateSum(plan_of(10), clip=1.0).batches(shuffled())
+
+
+def test_an_order_that_is_lost_gives_up_the_rest_of_its_epoch(tmp_path: Path) -> None:
+    """A sampler of the caller's that draws anew after a kill: one refusal, and a way on."""
+    plan = Plan(participation=AnyOrderEpochs(2, 5), strategy=identity(), noise_multiplier=1.0)
+    seeds = iter(range(9))
+
+    class Drawn(Sampler[int]):
+        def __len__(self) -> int:
+            return 22
+
+        def __iter__(self) -> Iterator[int]:
+            return iter(np.random.default_rng(next(seeds)).permutation(22).tolist())
+
+    def opened() -> tuple[PrivateSum, Any]:
+        sums = PrivateSum(plan, clip=1.0, shape=(), run=tmp_path / "run")
+        return sums, sums.batches(DataLoader(ROWS, batch_size=5, sampler=Drawn()))
+
+    sums, batches = opened()
+    add_all(sums, batches, until=2)
+    sums.release.log.close()
+    sums, batches = opened()
+    with pytest.raises(InvalidInput, match=r"order of this run is lost: pass_over\(to='epoch'\)"):
+        next(iter(batches))
+    assert sums.pass_over(to="epoch") == 3
+    assert len(add_all(sums, batches)) == 5
+    sums.close()
+    assert verify(tmp_path / "run").released == 10

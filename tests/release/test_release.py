@@ -453,7 +453,7 @@ def test_a_sampled_step_holds_what_was_drawn_and_the_log_does_not_say_it(tmp_pat
     step(release, drawn[0])
     half = len(drawn[1]) // 2
     ticket = release.admit(release.identify(drawn[1][:half]), is_partial=True)
-    with pytest.raises(ParticipationViolation, match="did not draw, or that came before"):
+    with pytest.raises(ParticipationViolation, match="is not the one that the secret sampler drew"):
         release.add_part(ticket, release.identify(drawn[1]))
     release.add_part(ticket, release.identify(drawn[1][half:]))
     release.close(ticket, {"w": torch.zeros(SIZE)})

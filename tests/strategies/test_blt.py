@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from tests.strategies.slow_recipes import materialize
@@ -11,7 +13,6 @@ from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import blt, blt_from_poles, inverse_parameters, scales_from_poles
 from noshuffle.strategies.blt_gains import (
     encoder_series,
-    sensitivity_classes,
     total_squared_error,
 )
 from noshuffle.strategies.blt_poles import filter_from, poles, spaced, unbounded, without_cancelled
@@ -26,7 +27,8 @@ def random_blt(seed, d=3, *, taps=0, lag=0, n=0):
     mixed = np.sort(rng.uniform(0.02, 0.995, 2 * d))[::-1]
     gains = tuple(rng.uniform(0.5, 2.0, n))
     weights = tuple(rng.uniform(-0.4, 0.4, taps))
-    return blt_from_poles(mixed[0::2], mixed[1::2], taps=weights, lag=lag, gains=gains)
+    filtered = blt_from_poles(mixed[0::2], mixed[1::2], taps=weights, lag=lag)
+    return replace(filtered, gains=gains)
 
 
 def gaps(strategy):
@@ -171,9 +173,7 @@ def test_error_of_toeplitz_workloads(seed, taps, beta):
         "steps": n, "momentum": beta, "taps": np.asarray(strategy.taps), "lag": strategy.lag
     }  # fmt: skip
     mean = forms.squared_error(*gaps(strategy), **settings)
-    largest = forms.squared_error(*gaps(strategy), **settings, is_max=True)
     assert mean == pytest.approx(rows.mean(), rel=1e-10)
-    assert largest == pytest.approx(rows.max(), rel=1e-10)
 
 
 @pytest.mark.parametrize("decay", [0.9, 0.9 + 1e-9, 0.9 - 5e-6, 0.9 + 1.1e-5])
@@ -184,9 +184,8 @@ def test_momentum_equal_or_close_to_an_inverse_decay(decay):
     assert value == pytest.approx(rows.mean(), rel=1e-6)
 
 
-@pytest.mark.parametrize("beta", [0.0, 0.8])
-def test_error_of_every_step_under_a_schedule(beta):
-    n = 40
+def test_error_of_every_step_under_a_schedule():
+    n, beta = 40, 0.8
     strategy = random_blt(5)
     workload = momentum(beta, learning_rates=cooldown(n))
     rows = np.sum((workload.matrix(n) @ strategy.noising(n)) ** 2, axis=1)
@@ -199,13 +198,6 @@ def test_weighted_sum_on_both_sides_of_its_series():
         i = np.arange(100)
         direct = np.sum((100 - i) * (1 - gap) ** i)
         assert forms.weighted(np.array(gap), 100) == pytest.approx(direct, rel=1e-11)
-
-
-def test_series_is_the_impulse_response():
-    strategy = random_blt(2)
-    gap, hat = gaps(strategy)
-    assert forms.series(gap, hat, 30) == pytest.approx(strategy.coefficients(30), abs=1e-12)
-    assert forms.series(hat, gap, 30) == pytest.approx(strategy.noising_coefficients(30), abs=1e-10)
 
 
 # ---- the O(n) functions with gains, and their gradients
@@ -235,26 +227,6 @@ def test_error_with_gains_and_its_gradient(taps, k, b):
     gradient = np.concatenate([np.atleast_1d(part) for part in (*by_filter, by_taps)])
     expected = numeric(lambda x: value(x)[0], v)
     assert gradient == pytest.approx(expected, abs=1e-6 * np.abs(expected).max())
-
-
-def test_sensitivity_classes_and_their_gradient():
-    rng = np.random.default_rng(3)
-    k, b = 4, 5
-    n = k * b
-    strategy = random_blt(4, 2, taps=3, lag=b, n=n)
-    matrix = strategy.encoder(n)
-    gram = np.abs(matrix.T @ matrix)
-    c, g = strategy.coefficients(n), strategy.gain_values(n)
-    squared, _ = sensitivity_classes(c, g, epochs=k)
-    assert squared == pytest.approx([gram[j::b, j::b].sum() for j in range(b)], rel=1e-12)
-    weights = rng.normal(size=b)
-
-    def value(v):
-        return weights @ sensitivity_classes(v[:n], v[n:], epochs=k, smoothing=0.05)[0]
-
-    _, pull = sensitivity_classes(c, g, epochs=k, smoothing=0.05)
-    expected = numeric(value, np.concatenate([c, g]))
-    assert np.concatenate(pull(weights)) == pytest.approx(expected, abs=1e-6)
 
 
 def test_encoder_series_and_its_gradient():

@@ -21,7 +21,7 @@ import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput, NoshuffleError, Unsupported
 from noshuffle.participation import Epochs, MinSeparation, Restarted, SinglePass
 from noshuffle.strategies import recipe as recipes
-from noshuffle.strategies.blt import two_sided
+from noshuffle.strategies.blt import blt
 from noshuffle.strategies.registry import _BUILT_IN
 
 N = 12
@@ -31,7 +31,6 @@ LOWER = np.tril(np.random.default_rng(7).normal(size=(N, N)), -1) * 0.3 + np.eye
 CASES = {
     "identity": st.identity(),
     "identity-gains": st.column_normalized(st.identity(), N),
-    "release-each": st.release_each(),
     "release-sums": st.release_sums(),
     "release-sums-normalized": st.column_normalized(st.release_sums(), N),
     "tree-plain": st.tree("plain"),
@@ -59,8 +58,8 @@ CASES = {
     "blt-normalized": st.blt((0.95, 0.5), (0.2, 0.3), normalized=N),
     "blt-taps": st.blt((0.95, 0.5), (0.2, 0.3), taps=(0.3, 0.2), lag=3),
     "blt-taps-gains": st.blt((0.9,), (0.4,), taps=(0.3,), lag=4, gains=RISING),
-    "blt-two-sided": two_sided((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
-    "blt-two-sided-taps": two_sided(
+    "blt-two-sided": blt((0.95, 0.5), (0.2, 0.3), gains=RISING, draw_gains=RISING[::-1]),
+    "blt-two-sided-taps": blt(
         (0.9,), (0.4,), taps=(0.3, -0.2), lag=3, gains=(*RISING, 1.0), draw_gains=(0.7, *RISING)
     ),
     "dense": st.dense(LOWER),

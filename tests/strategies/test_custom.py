@@ -237,7 +237,7 @@ def test_a_name_that_is_taken_is_refused():
         st.banded([1.5, -0.6, 0.3]),
         st.banded_inverse(4),
         st.blt((0.95, 0.5), (0.2, 0.3), taps=(0.3, 0.2), lag=3),
-        st.two_sided((0.9,), (0.4,), gains=(0.5,) * 9, draw_gains=tuple(range(1, 10))),
+        st.blt((0.9,), (0.4,), gains=(0.5,) * 9, draw_gains=tuple(range(1, 10))),
         st.dense(np.tril(np.ones((9, 9)))),
         st.tree(restart_every=5, completion=True),
         st.tree("plain"),

@@ -26,9 +26,9 @@ from noshuffle.strategies.workload import Workload, cooldown, momentum, prefix
 least = cache(rms_lower_bound)
 
 
-def measured(found, participation, workload=None, objective="rms"):
+def measured(found, participation, workload=None):
     record = error(found.strategy, participation.steps, workload=workload or prefix())
-    return getattr(record, objective) * sensitivity(found.strategy, participation).value
+    return record.rms * sensitivity(found.strategy, participation).value
 
 
 @pytest.mark.parametrize("participation", [SinglePass(48), Epochs(4, 12), MinSeparation(48, 12, 3)])
@@ -40,20 +40,16 @@ def test_every_mechanism_reports_what_it_measures(mechanism, participation):
     options = {"buffers": 2} if mechanism.startswith("blt") else {}
     found = fit(mechanism, participation, **options)
     assert found.objective == pytest.approx(measured(found, participation), rel=1e-6)
-    assert found.objective <= found.start * (1 + 1e-9)
     assert found.objective >= least(participation)
     if not mechanism.startswith("blt"):  # whose own tests say the same, and take a while
         assert fit(mechanism, participation).strategy == found.strategy
 
 
 @pytest.mark.parametrize("mechanism", ["identity", "tree", "sqrt", "bsr", "bisr", "banded", "blt"])
-def test_momentum_and_the_max_objective(mechanism):
+def test_momentum_and_schedules(mechanism):
     for workload in (momentum(0.9), Workload(0.5, cooldown(40))):
         found = fit(mechanism, Epochs(2, 20), workload=workload, buffers=2)
         assert found.objective == pytest.approx(measured(found, Epochs(2, 20), workload), rel=1e-6)
-    found = fit(mechanism, Epochs(2, 20), objective="max", buffers=2)
-    expected = measured(found, Epochs(2, 20), objective="max")
-    assert found.objective == pytest.approx(expected, rel=1e-6)
 
 
 def test_trees_choose_restart_and_completion():
@@ -76,7 +72,6 @@ def test_trees_are_compared_on_the_workload_they_are_for():
     assert found.objective == pytest.approx(133.574, rel=1e-5)
     nodes = fit("tree", rule, workload=workload, tree_accounting="nodes")
     assert nodes.objective == pytest.approx(143.438, rel=1e-5)
-    assert nodes.start == pytest.approx(154.990, rel=1e-5)
     for every in (100, 200, 500, 128, 512):
         for completion in (False, True):
             other = fit("tree", rule, workload=workload, restart_every=every, completion=completion)
@@ -161,8 +156,6 @@ def test_restarted_orders_are_for_trees():
 def test_bad_input_is_one_line():
     with pytest.raises(InvalidInput, match="mechanism must be one of"):
         fit("magic", SinglePass(8))
-    with pytest.raises(InvalidInput, match="objective must be one of"):
-        fit("sqrt", SinglePass(8), objective="mean")
     with pytest.raises(InvalidInput, match="variant must be one of"):
         fit("tree", SinglePass(8), variant="oak")
     for name in ("bands", "buffers", "restart_every"):
@@ -172,8 +165,6 @@ def test_bad_input_is_one_line():
         fit("blt_tapped", Epochs(2, 4), taps=-1)
     with pytest.raises(InvalidInput, match="max_buffers must be"):
         candidates(SinglePass(8), max_buffers=-1)
-    with pytest.raises(Unsupported, match="dense strategy is fitted for"):
-        fit("dense", SinglePass(8), objective="max")
 
 
 @pytest.mark.parametrize("limit", [0, 1, pytest.param(None, marks=pytest.mark.slow)])

@@ -13,7 +13,7 @@ from noshuffle.strategies.workload import cooldown, momentum, prefix
 
 
 def explicit(strategy, participation, workload=None):
-    """(max, rms) error × sensitivity from explicit matrices, |X| summed over every pattern."""
+    """Rms error × sensitivity from explicit matrices, |X| summed over every pattern."""
     n = participation.steps
     gram = np.abs(strategy.encoder(n).T @ strategy.encoder(n))
     if isinstance(participation, SinglePass):
@@ -25,45 +25,31 @@ def explicit(strategy, participation, workload=None):
         steps = np.arange(participation.most) * participation.separation
         squared = gram[np.ix_(steps, steps)].sum()
     rows = np.sum(((workload or prefix()).matrix(n) @ strategy.noising(n)) ** 2, axis=1)
-    return np.sqrt(squared * rows.max()), np.sqrt(squared * rows.mean())
+    return np.sqrt(squared * rows.mean())
 
 
-SINGLE = [  # steps, buffers, max, rms
-    (64, 1, 2.480, 2.216), (256, 1, 3.097, 2.770), (1024, 1, 3.865, 3.457), (4096, 1, 4.834, 4.320),
-    (64, 2, 2.391, 2.180), (256, 2, 2.848, 2.622), (1024, 2, 3.330, 3.084), (4096, 2, 3.851, 3.580),
-    (64, 4, 2.389, 2.180), (256, 4, 2.831, 2.617), (1024, 4, 3.273, 3.059), (4096, 4, 3.716, 3.499),
+SINGLE = [  # steps, buffers, rms
+    (64, 1, 2.216), (256, 1, 2.770), (1024, 1, 3.457), (4096, 1, 4.320),
+    (64, 2, 2.180), (256, 2, 2.622), (1024, 2, 3.084), (4096, 2, 3.580),
+    (64, 4, 2.180), (256, 4, 2.617), (1024, 4, 3.059), (4096, 4, 3.499),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("steps", "buffers", "largest", "mean"), SINGLE)
-def test_single_participation_table(steps, buffers, largest, mean):
-    by_max = fit_blt(SinglePass(steps), buffers=buffers, objective="max")
-    by_rms = fit_blt(SinglePass(steps), buffers=buffers)
-    assert by_max.objective == pytest.approx(largest, abs=6e-4)
-    assert mean - 2.5e-3 < by_rms.objective < mean + 6e-4  # some rows of the table stop short
-    assert by_max.converged
-    assert by_rms.converged
+@pytest.mark.parametrize(("steps", "buffers", "mean"), SINGLE)
+def test_single_participation_table(steps, buffers, mean):
+    found = fit_blt(SinglePass(steps), buffers=buffers)
+    assert mean - 2.5e-3 < found.objective < mean + 6e-4  # some rows of the table stop short
+    assert found.converged
 
 
 def test_peer_digits_single_participation():
     assert fit_blt(SinglePass(1024), buffers=2).objective == pytest.approx(3.08398788, abs=2e-8)
     assert fit_blt(SinglePass(1024), buffers=4).objective == pytest.approx(3.05736669, abs=2e-6)
-    assert fit_blt(SinglePass(4096), buffers=4, objective="max").objective == pytest.approx(
-        3.71604061, abs=2e-8
-    )
 
 
-@pytest.mark.parametrize(
-    ("steps", "buffers", "largest"),
-    [(16384, 3, 4.203), (16384, 5, 4.156), (10**5, 4, 4.758), (10**6, 3, 5.766), (10**6, 4, 5.548),
-     (10**6, 5, 5.487), (10**6, 6, 5.470), (10**7, 5, 6.261)],
-)  # fmt: skip
-def test_large_horizons(steps, buffers, largest):
-    found = fit_blt(SinglePass(steps), buffers=buffers, objective="max")
-    assert found.objective == pytest.approx(largest, abs=6e-4)
-    if (steps, buffers) == (10**6, 5):
-        assert found.objective < 1.01 * 5.464  # within 1 % of the square root
-        assert fit_blt(SinglePass(steps), buffers=5).objective == pytest.approx(5.261, abs=6e-4)
+@pytest.mark.parametrize(("steps", "rms"), [(16384, 3.940), (10**5, 4.518), (10**6, 5.261)])
+def test_large_horizons(steps, rms):
+    assert fit_blt(SinglePass(steps), buffers=5).objective == pytest.approx(rms, abs=6e-4)
 
 
 @pytest.mark.parametrize(
@@ -78,23 +64,19 @@ def test_several_epochs_two_buffers(steps, k, rms):
     same = fit_blt(MinSeparation(steps, steps // k, k), buffers=2)
     assert same.strategy == found.strategy
     if steps <= 1024:
-        assert explicit(found.strategy, participation)[1] == pytest.approx(
-            found.objective, rel=1e-6
-        )
+        assert explicit(found.strategy, participation) == pytest.approx(found.objective, rel=1e-6)
 
 
 @pytest.mark.parametrize(
     ("participation", "options"),
     [
-        (SinglePass(50), {"buffers": 3, "objective": "max"}),
+        (SinglePass(50), {"buffers": 3}),
         (MinSeparation(50, 9, 4), {"buffers": 2}),
         (Epochs(5, 8), {"taps": 2}),
-        (Epochs(3, 8), {"taps": 9, "objective": "max"}),
+        (Epochs(3, 8), {"taps": 9}),
         (Epochs(3, 9), {"gains": True}),
         (SinglePass(40), {"gains": True}),
-        (SinglePass(40), {"gains": True, "objective": "max"}),
         (SinglePass(40), {"workload": momentum(0.9)}),
-        (SinglePass(40), {"workload": momentum(0.9), "objective": "max"}),
         (Epochs(4, 10), {"workload": momentum(0.8), "taps": 2}),
         (Epochs(4, 10), {"workload": momentum(0.8, learning_rates=cooldown(40))}),
         (Epochs(4, 10), {"workload": momentum(0.0, learning_rates=cooldown(40)), "taps": 3}),
@@ -103,21 +85,12 @@ def test_several_epochs_two_buffers(steps, k, rms):
             {"workload": momentum(0.0, learning_rates=cooldown(40)), "taps": 1, "gains": True},
         ),
         (SinglePass(40), {"workload": momentum(0.0, learning_rates=cooldown(40)), "gains": True}),
-        (
-            SinglePass(40),
-            {"workload": momentum(0.5, learning_rates=cooldown(40)), "objective": "max"},
-        ),
     ],
 )
-def test_reported_value_is_that_of_the_explicit_matrices_and_beats_the_start(
-    participation, options
-):
+def test_reported_value_is_that_of_the_explicit_matrices_(participation, options):
     found = fit_blt(participation, **options)
-    largest, mean = explicit(found.strategy, participation, options.get("workload"))
-    value = largest if options.get("objective") == "max" else mean
+    value = explicit(found.strategy, participation, options.get("workload"))
     assert found.objective == pytest.approx(value, rel=1e-6)
-    assert found.objective <= found.start * (1 + 1e-12)
-    assert found.iterations > 0
 
 
 def test_two_fits_are_equal():
@@ -179,7 +152,7 @@ def test_gains_larger(k, b, buffers, taps, bound):
     participation = Epochs(k, b)
     found = fit_blt(participation, buffers=buffers, taps=taps, gains=True)
     assert found.objective <= bound
-    assert explicit(found.strategy, participation)[1] == pytest.approx(found.objective, rel=1e-6)
+    assert explicit(found.strategy, participation) == pytest.approx(found.objective, rel=1e-6)
 
 
 def test_taps_and_gains_never_lose_to_the_plain_fit():
@@ -187,7 +160,7 @@ def test_taps_and_gains_never_lose_to_the_plain_fit():
     plain = fit_blt(participation)
     tapped = fit_blt(participation, taps=2)
     both = fit_blt(participation, taps=2, gains=True)
-    assert both.objective <= tapped.objective <= plain.objective <= plain.start
+    assert both.objective <= tapped.objective <= plain.objective
 
 
 @pytest.mark.parametrize(
@@ -195,7 +168,7 @@ def test_taps_and_gains_never_lose_to_the_plain_fit():
 )
 def test_tiny_runs(participation):
     found = fit_blt(participation, buffers=3)
-    assert explicit(found.strategy, participation)[1] == pytest.approx(found.objective, rel=1e-6)
+    assert explicit(found.strategy, participation) == pytest.approx(found.objective, rel=1e-6)
 
 
 @pytest.mark.parametrize(
@@ -207,7 +180,6 @@ def test_tiny_runs(participation):
         (MinSeparation(100, 20, 4), {"taps": 2}),
         (MinSeparation(100, 20, 4), {"gains": True}),
         (Epochs(2, GAINS_LIMIT), {"gains": True}),
-        (Epochs(4, 5), {"gains": True, "objective": "max"}),
         (Epochs(4, 5), {"gains": True, "workload": momentum(0.9)}),
         (Epochs(4, 5), {"taps": 1, "workload": momentum(0.9, learning_rates=(1.0,) * 20)}),
         (
@@ -222,7 +194,7 @@ def test_what_is_not_proved_is_refused(participation, options):
     assert "\n" not in str(refused.value)
 
 
-@pytest.mark.parametrize("options", [{"buffers": 0}, {"taps": -1}, {"objective": "mean"}])
+@pytest.mark.parametrize("options", [{"buffers": 0}, {"taps": -1}])
 def test_bad_options(options):
     with pytest.raises(InvalidInput):
         fit_blt(SinglePass(10), **options)

@@ -20,7 +20,7 @@ from noshuffle.participation import (
     Restarted,
     SinglePass,
 )
-from noshuffle.strategies.blt import two_sided
+from noshuffle.strategies.blt import blt
 from noshuffle.strategies.blt_gains import classes_squared, gram_diagonals, tap_weights
 from noshuffle.strategies.blt_poles import spaced
 from noshuffle.strategies.fit import candidates, fit
@@ -42,7 +42,7 @@ from noshuffle.strategies.workload import cooldown, momentum, prefix
 def some(n, *, seed=0, taps=(), lag=0):
     rng = np.random.default_rng(seed)
     gains, draws = np.exp(rng.normal(0, 0.4, (2, n)))
-    return two_sided((0.9, 0.3), (0.2, 0.3), gains=gains, draw_gains=draws, taps=taps, lag=lag)
+    return blt((0.9, 0.3), (0.2, 0.3), gains=gains, draw_gains=draws, taps=taps, lag=lag)
 
 
 def inner_products(strategy, n):
@@ -90,7 +90,7 @@ def test_no_toeplitz_path_can_take_it_for_its_own():
     assert (strategy.name, one_sided.name) == ("blt_two_sided", "blt")
     with pytest.raises(Unsupported, match="Toeplitz"):
         st.column_normalized(strategy, 6)
-    flat = two_sided((0.0,), (0.4,), gains=np.ones(8), draw_gains=np.arange(1, 9))
+    flat = blt((0.0,), (0.4,), gains=np.ones(8), draw_gains=np.arange(1, 9))
     with pytest.raises(Unsupported, match="bands"):
         st.sensitivity(flat, CyclicPoisson.of(steps=8, groups=4, batch=5, population=200))
     for name, other in (("blt", strategy), ("blt_two_sided", one_sided)):
@@ -177,9 +177,7 @@ def test_epochs_cover_every_class_and_every_sign(seed, k, b):
 
 
 def test_sign_changes_are_said_to_be_a_bound():
-    strategy = two_sided(
-        (0.5,), (0.3,), gains=np.ones(6), draw_gains=np.ones(6), taps=(0.9, 0.9), lag=2
-    )
+    strategy = blt((0.5,), (0.3,), gains=np.ones(6), draw_gains=np.ones(6), taps=(0.9, 0.9), lag=2)
     X = inner_products(strategy, 6)[::2, ::2]
     assert min(np.prod(np.sign(X[np.triu_indices(3, 1)])), 0) < 0  # no signs make all positive
     assert not st.sensitivity(strategy, Epochs(3, 2)).exact
@@ -211,7 +209,7 @@ def test_what_has_no_proof_is_refused():
         with pytest.raises(Unsupported):
             st.sensitivity(strategy, participation)
     assert st.sensitivity(strategy, Restarted(SinglePass(9), 3)).exact
-    endless = two_sided((0.5,), (0.1,), gains=np.ones(2**16), draw_gains=np.ones(2**16))
+    endless = blt((0.5,), (0.1,), gains=np.ones(2**16), draw_gains=np.ones(2**16))
     with pytest.raises(Unsupported, match="at most"):
         st.sensitivity(endless, SinglePass(MOST_STEPS + 1))
     with pytest.raises(Unsupported, match="at most"):
@@ -221,7 +219,7 @@ def test_what_has_no_proof_is_refused():
 
 
 def test_growth_beyond_floating_point_is_refused():
-    strategy = two_sided((0.5,), (0.1,), gains=(1e200,) * 4, draw_gains=(1e150,) * 4)
+    strategy = blt((0.5,), (0.1,), gains=(1e200,) * 4, draw_gains=(1e150,) * 4)
     for participation in (SinglePass(4), Epochs(2, 2)):
         with pytest.raises(Unsupported, match="floating point"):
             st.sensitivity(strategy, participation)
@@ -243,7 +241,7 @@ def test_growth_beyond_floating_point_is_refused():
 def test_bad_values_are_refused_in_one_line(changes, message):
     good = {"decays": (0.5,), "scales": (0.1,), "gains": (1.0, 1.0), "draw_gains": (1.0, 1.0)}
     with pytest.raises(InvalidInput, match=message) as caught:
-        two_sided(**(good | changes))
+        blt(**(good | changes))
     assert "\n" not in str(caught.value)
 
 
@@ -326,7 +324,6 @@ def test_fits_report_what_they_measure_and_beat_one_side(participation, buffers,
     assert found.objective == pytest.approx(measured(found.strategy, participation), rel=1e-10)
     assert rms_lower_bound(participation) < found.objective < most
     assert found.objective < one.objective
-    assert found.start == one.start
     assert found.converged
     assert found.strategy.buffers(participation.steps) <= buffers
     assert st.sensitivity(found.strategy, participation).value == pytest.approx(1, rel=1e-10)
@@ -360,7 +357,6 @@ def test_tiny_runs(participation):
         st.error(found.strategy, participation.steps).rms
         * st.sensitivity(found.strategy, participation).value
     )
-    assert found.objective <= found.start * (1 + 1e-9)
     assert found.objective >= rms_lower_bound(participation) * (1 - 1e-9)
 
 
@@ -378,7 +374,6 @@ def test_by_name_and_among_the_candidates():
         (MinSeparation(12, 3, 3), {}),
         (Poisson(12, 0.1), {}),
         (Restarted(Epochs(3, 4), 4), {}),
-        (SinglePass(12), {"objective": "max"}),
         (SinglePass(12), {"workload": momentum(0.9)}),
         (SinglePass(12), {"taps": 1}),
         (SinglePass(STEPS_LIMIT + 1), {}),
@@ -391,7 +386,7 @@ def test_what_is_not_fitted_is_refused(participation, options):
     assert "\n" not in str(caught.value)
 
 
-@pytest.mark.parametrize("options", [{"buffers": 0}, {"taps": -1}, {"objective": "mean"}])
+@pytest.mark.parametrize("options", [{"buffers": 0}, {"taps": -1}])
 def test_bad_options(options):
     with pytest.raises(InvalidInput):
         fit_two_sided(Epochs(3, 4), **options)

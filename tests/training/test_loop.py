@@ -21,9 +21,10 @@ from noshuffle.noise import test_source
 from noshuffle.participation import Epochs, MinSeparation, Poisson, SinglePass
 from noshuffle.plan import Plan
 from noshuffle.release import folder
+from noshuffle.release.batches import Batch
 from noshuffle.strategies import identity, tree
 from noshuffle.training import RunFolder, fit_model, in_order, privatize
-from noshuffle.training.batches import Batch, TensorBatches, with_ids
+from noshuffle.training.batches import TensorBatches, with_ids
 
 X = torch.randn(20, 4, generator=torch.Generator().manual_seed(0))
 Y = torch.randint(2, (20,), generator=torch.Generator().manual_seed(1))

@@ -5,7 +5,7 @@
     prefixes    ε of every stopping point beside the statement
     canaries    known participation, orthogonal directions; training_run: in a real run
     one_run     what guesses about many coins prove; membership: losses of the final model
-    run_folder  statement and model of a finished run
+    run_folder  the statement of a finished run
     recorder    what other people's code releases; claim: a test of their ε
     curve       ε of μ, by bisection
 

@@ -4,8 +4,7 @@
 
 (Yeom et al. 2018, arXiv 1709.01604.) The attack that anybody can make who may query the model. It
 is weak: a curve near the diagonal is no proof of privacy, a curve above the claim is a proof of its
-absence. `is_in` must be fair coins, or the attack finds differences between two data sets: say
-`is_random=False` of others, and nothing is concluded.
+absence. `is_in` must be fair coins, or the attack finds differences between two data sets.
 
 >>> rng = np.random.default_rng(1)
 >>> found = attack(rng.normal(size=400), rng.random(400) < 0.5, claimed_mu=1.0)
@@ -44,13 +43,12 @@ class Attack(Finding):
     area: float
     curve: tuple[tuple[float, float], ...]
     excess: tuple[float, ...]
-    is_random: bool = True
     kind: ClassVar[str] = "membership"
 
     @property
     def answer(self) -> str:
         """REFUTED where the attack is surely better than the claim allows."""
-        return REFUTED if self.excess and self.is_random else HOLDS
+        return REFUTED if self.excess else HOLDS
 
     def words(self) -> str:
         at = dict(self.curve)
@@ -63,7 +61,7 @@ class Attack(Finding):
         )
 
 
-def attack(losses: Array, is_in: Coins, *, claimed_mu: float, is_random: bool = True) -> Attack:
+def attack(losses: Array, is_in: Coins, *, claimed_mu: float) -> Attack:
     """Threshold the losses of members and others. NaN counts as the largest loss."""
     coins = np.asarray(is_in, dtype=bool)
     values = np.nan_to_num(np.asarray(losses, dtype=np.float64), nan=np.inf)
@@ -78,7 +76,7 @@ def attack(losses: Array, is_in: Coins, *, claimed_mu: float, is_random: bool = 
     excess = tuple(rate for rate in RATES if _is_above(inside, outside, rate, claimed_mu))
     picked = np.unique(np.searchsorted(x, np.geomspace(1e-3, 1.0, 100)).clip(0, len(x) - 1))
     curve = tuple((float(x[i]), float(y[i])) for i in np.unique([0, *picked, len(x) - 1]))
-    return Attack(len(inside), len(outside), claimed_mu, area, curve, excess, is_random)
+    return Attack(len(inside), len(outside), claimed_mu, area, curve, excess)
 
 
 def _is_above(inside: Array, outside: Array, rate: float, mu: float) -> bool:

@@ -75,8 +75,7 @@ _TURNS: dict[int, threading.Lock] = {}
 class Entry:
     """One run in a budget. `cost` is what it is charged now: all that it may cost while it is open.
 
-    `last` is the newest link of its log that the budget was told of, `run` its folder;
-    `not_private` says why no ε holds for it, if that was found out.
+    `last` is the newest link of its log that the budget was told of, `run` its folder.
     """
 
     id: str
@@ -86,7 +85,6 @@ class Entry:
     is_open: bool = True
     run: str = ""
     last: str = ""
-    not_private: str = ""
 
     def write(self, log: Log) -> None:
         """From here on it is charged like this."""
@@ -113,21 +111,12 @@ class _Books:
         return cls({entry.id: entry for entry in runs}, named)
 
     def total(self, *, but: str = "") -> Cost:
-        """What all runs cost together; runs without a finite cost are apart.
-
-        The charge of a run that turned out NOT PRIVATE stays, so that nothing is given back for it;
-        for the others the sum is a bound then.
-        """
-        found = total(
+        """What all runs cost together; runs without a finite cost are apart."""
+        return total(
             entry.cost
             for entry in self.entries.values()
             if entry.id != but and math.isfinite(entry.cost.mu)
         )
-        return replace(found, is_exact=found.is_exact and not self.void())
-
-    def void(self) -> list[Entry]:
-        """Runs that were let in and turned out NOT PRIVATE."""
-        return [entry for entry in self.entries.values() if entry.not_private]
 
     def place_of(self, links: Sequence[str], run: str) -> Entry | None:
         """The place of a run that comes back, by the links of its log.
@@ -155,9 +144,8 @@ class Budget:
 
     Guarantees: the runs that were let in are together (ε, δ)-private, however each was chosen by
     what was released before, as long as every run on this data draws on this budget and the
-    assumptions of their statements hold. Runs named by `unprotected` are apart from that, and so
-    are those that turned out NOT PRIVATE (`not_private_runs`), whose charges stay. A log that was
-    edited is refused.
+    assumptions of their statements hold. Runs named by `unprotected` are apart from that; others
+    that are NOT PRIVATE (no noise, a test seed) are refused. A log that was edited is refused.
     """
 
     def __init__(
@@ -175,22 +163,22 @@ class Budget:
         if self.folder.exists() and not self.folder.is_dir():
             raise InvalidInput(f"a budget is kept in a folder, and {folder} is a file")
         self._file, self._exposes = self.folder / _FILE, ""
-        given: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
+        options: dict[str, Any] = {"epsilon": epsilon, "delta": delta, "pure": pure}
         # NumPy's numbers are no JSON.
-        given = {k: v.item() if isinstance(v, np.generic) else v for k, v in given.items()}
-        given |= {"unit": unit, "neighbours": neighbours}
+        options = {k: v.item() if isinstance(v, np.generic) else v for k, v in options.items()}
+        options |= {"unit": unit, "neighbours": neighbours}
         if not self.is_in(self.folder):
             if epsilon is None or delta is None:
                 raise InvalidInput(
                     f"{folder} holds no budget; give epsilon and delta for a new one"
                 )
-            limit = _new_limit(given)
+            limit = _new_limit(options)
             make_folder(self.folder)
             with _turn(), Log(self._file) as log:
                 if not log.rows:  # otherwise another process was faster
                     log.append("budget", limit=limit)
         self.limit: dict[str, Any] = _rows(self._file)[0]["limit"]
-        for name, value in given.items():
+        for name, value in options.items():
             if value not in (None, self.limit[name]):
                 raise InvalidInput(
                     f"{folder} is a budget with {name} = {self.limit[name]!r}, got {value!r}; a "
@@ -243,15 +231,8 @@ class Budget:
         """Runs without a finite cost, by the names they were declared under."""
         return [one.what for one in self.entries() if not math.isfinite(one.cost.mu)]
 
-    def not_private_runs(self) -> list[str]:
-        """Runs that were let in and for which no ε holds, as was found later; and why."""
-        return [f"{one.what}: {one.not_private}" for one in self._read().void()]
-
     def total(self) -> Cost:
-        """What all runs cost together, those under way as reserved; unprotected ones are apart.
-
-        Of runs that turned out NOT PRIVATE it is no cost: with their charges it bounds the others.
-        """
+        """What all runs cost together, those under way as reserved; unprotected ones are apart."""
         return self._read().total()
 
     def left(self) -> float:
@@ -260,18 +241,16 @@ class Budget:
 
     def words(self) -> str:
         """What was spent, and what it means, as text."""
-        entries, spent, void = self.entries(), self.total(), self.not_private_runs()
+        entries, spent = self.entries(), self.total()
         who = f"{len(entries)} run{'' if len(entries) == 1 else 's'} on this data"
-        does = f"NOT PRIVATE: no ε holds for {len(void)} of {who}; the others cost at most"
         lines = [
-            f"{does if void else f'{who} cost'} ε = {up(spent.epsilon(self.delta), digits=4)} at "
+            f"{who} cost ε = {up(spent.epsilon(self.delta), digits=4)} at "
             f"δ = {up(self.delta)} together ({spent.kind}), of ε = {self.epsilon:g}",
             f"unit: {self.limit['unit']}, {self.limit['neighbours']} neighbours; room for one more "
             f"run of ε = {down(self.left(), digits=4)}",
             "the next run may be chosen by what earlier ones released: the limit is a privacy "
             "filter",
         ]
-        lines += [f"NOT PRIVATE, its charge stays: {one}" for one in void]
         lines += [f"NOT PRIVATE, and not counted: {one}" for one in self.unprotected_runs()]
         return "\n".join(lines)
 
@@ -287,29 +266,19 @@ class Budget:
         mu = math.sqrt(max(0.0, most**2 - spent.mu**2)) * (1 - 1e-9)
         return gdp.epsilon(mu=mu, slack=0.0, delta=self.delta)
 
-    def _cost(
-        self,
-        statement: PrivacyStatement,
-        plan: Plan | None,
-        steps: int,
-        books: _Books,
-        *,
-        but: str = "",
-    ) -> Cost:
-        """What a run of that statement costs here, beside all others but one."""
+    def _cost(self, statement: PrivacyStatement, plan: Plan | None, steps: int) -> Cost:
+        """What a run of that statement costs here."""
         if statement.unit != self.limit["unit"]:
             raise InvalidInput(
                 f"this budget protects one {self.limit['unit']}, the run one {statement.unit}; use "
                 "a budget of its own for it"
             )
-        return cost_of(
-            statement,
-            delta=self.delta,
-            neighbours=self.limit["neighbours"],
-            plan=plan,
-            steps=steps,
-            aside=self.pure - books.total(but=but).pure,
-        )
+        neighbours = self.limit["neighbours"]
+        return cost_of(statement, delta=self.delta, neighbours=neighbours, plan=plan, steps=steps)
+
+    def _beside(self, cost: Cost, books: _Books, *, but: str) -> Cost:
+        """The cost of a run beside all others but one, which took of the pure ε set aside."""
+        return cost.within(self.pure - books.total(but=but).pure)
 
     def _check(self, books: _Books, what: str, cost: Cost, *, but: str = "") -> None:
         """Raise where a run of this cost would pass the limit."""
@@ -369,11 +338,12 @@ class Budget:
         Guarantees: raises, and writes nothing, where the limit would be passed. When this returns,
         the reservation is on the disk.
         """
-        cost = self._cost(statement, plan, steps, self._read())  # long work, before anybody waits
+        cost = self._cost(statement, plan, steps)  # long work, before anybody waits
+        why = " ".join(statement.not_private)
         if not math.isfinite(cost.mu) and not self._exposes:
             raise BudgetExceeded(
-                f"{what} has no finite cost (no noise, no privacy); name it, and it is listed "
-                "apart: budget=budget.unprotected('baseline')"
+                f"{what} has no finite cost ({why or 'no noise, no privacy'}); name it, and it is "
+                "listed apart: budget=budget.unprotected('baseline')"
             )
         folder, last = "" if run is None else str(run), links[-1] if links else ""
         with self._adding() as (log, books):
@@ -393,8 +363,7 @@ class Budget:
                 entry = Entry(self._new_id(), self._exposes or what, cost, time.time())
             else:
                 entry = replace(known, is_open=True)
-            if cost.pure:  # what is set aside may have been taken meanwhile
-                cost = self._cost(statement, plan, steps, books, but=entry.id)
+            cost = self._beside(cost, books, but=entry.id)
             self._check(books, what, cost, but=entry.id)
             entry = replace(entry, cost=cost, run=folder, last=last)
             entry.write(log)
@@ -428,14 +397,12 @@ class Place:
         Where another branch of the run has come back to this place since, what this one released is
         charged beside it, whatever the limit: it is out.
         """
-        budget, void = self.budget, ""
-        if statement.epsilon > 0 or statement.mu:
-            void = " ".join(statement.not_private)
-        cost = budget._cost(statement, plan, steps, budget._read(), but=self.origin)
+        budget = self.budget
+        cost = budget._cost(statement, plan, steps)
         with budget._adding() as (log, books):
+            cost = budget._beside(cost, books, but=self.origin)
             old = books.entries[self.origin]
             new = replace(old, cost=cost, is_open=False, last=link or self.last)
-            new = replace(new, not_private=void or old.not_private)
             if old.last != self.last:
                 new = replace(new, id=budget._new_id(), began=time.time())
             elif cost.mu > old.cost.mu or cost.slack > old.cost.slack or cost.pure > old.cost.pure:
@@ -450,8 +417,6 @@ class Place:
         number = list(books.entries).index(self.origin) + 1
         bare = [one.what for one in runs if not math.isfinite(one.cost.mu)]
         beside = f" Beside them, without any privacy: {', '.join(bare)}." if bare else ""
-        for one in books.void():  # in other words: of this run a statement says it by itself
-            beside += f" No ε holds for {one.what}, whose charge is in that sum: {one.not_private}"
         return (
             f"This is run {number} of {len(runs)} on this data; all together ("
             f"those under way as reserved) cost ε = {up(spent.epsilon(budget.delta))} at δ = "
@@ -461,22 +426,22 @@ class Place:
         )
 
 
-def _new_limit(given: dict[str, Any]) -> dict[str, Any]:
+def _new_limit(options: dict[str, Any]) -> dict[str, Any]:
     """The limit of a new budget, with what was not given."""
-    epsilon, delta = given["epsilon"], given["delta"]
+    epsilon, delta = options["epsilon"], options["delta"]
     positive(epsilon=epsilon)
     if not 1e-9 <= epsilon <= 1e6:
         raise InvalidInput(f"epsilon must be between 1e-9 and 1e6, got {epsilon!r}")
     open_unit(delta=delta) if delta else non_negative(delta=delta)
     limit: dict[str, Any] = {"unit": "example", "neighbours": "zero-out"}
     limit |= {"name": secrets.token_hex(6), "pure": 0.0 if delta else epsilon}
-    limit |= {name: value for name, value in given.items() if value is not None}
+    limit |= {name: value for name, value in options.items() if value is not None}
     one_of(("example", "user"), unit=limit["unit"])
     one_of(_NEIGHBOURS, neighbours=limit["neighbours"])
     non_negative(pure=limit["pure"])
     if limit["pure"] > epsilon or (not delta and limit["pure"] != epsilon):
         raise InvalidInput(
-            f"pure is a part of epsilon (all of it where delta is 0), got {given['pure']!r}"
+            f"pure is a part of epsilon (all of it where delta is 0), got {options['pure']!r}"
         )
     return limit
 
@@ -509,6 +474,6 @@ def _rows(file: Path) -> list[Row]:
 
 
 def _reopened(folder: str, exposes: str) -> Budget:
-    made = Budget(folder)
-    made._exposes = exposes
-    return made
+    budget = Budget(folder)
+    budget._exposes = exposes
+    return budget

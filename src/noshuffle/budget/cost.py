@@ -3,10 +3,10 @@
     without sampling      μ of the run's statement: exact, s = 0
     sampled               the least μ above its privacy-loss distribution (or Rényi bound), with
                           s = δ/1000 of the budget
-    pure ε, (ε, δ)        ε itself out of the part of the limit that is set aside for such runs,
-                          s = δ; beyond that part as randomized response
+    pure ε, (ε, δ)        ε itself, s = δ, where it is set aside for such runs; else (`within`) that
+                          of randomized response
     zCDP                  the least μ above its Rényi bound, s = δ/1000
-    without noise         infinite
+    without noise, or NOT PRIVATE for another reason (a test seed)         infinite
 
 (`accounting.gdp`, where it is said why this adds up.) Neighbours: whoever is protected against
 being replaced is protected against being left out; the other way round μ doubles (two changes, by
@@ -64,6 +64,12 @@ class Cost:
         """What is said beside the figure."""
         return "exact" if self.is_exact else "an upper bound"
 
+    def within(self, aside: float) -> Cost:
+        """The cost of a run where only so much pure ε may be added up as it is."""
+        if not self.pure or self.pure <= aside:
+            return self
+        return replace(self, mu=gaussian_sum([self.mu, gdp.of_pure(self.pure)]), pure=0.0)
+
     def epsilon(self, delta: float) -> float:
         """ε at δ (0 allowed)."""
         if self.mu == 0 and self.slack == 0:
@@ -95,16 +101,13 @@ def cost_of(
     neighbours: str = "zero-out",
     plan: Plan | None = None,
     steps: int = 0,
-    aside: float = 0.0,
 ) -> Cost:
     """The cost of what a statement covers, for a budget with this δ and these neighbours.
 
-    `plan` and `steps` are needed where the run is sampled; `aside` is what is left of the ε that
-    is set aside for runs of pure ε.
+    `plan` and `steps` are needed where the run is sampled.
     """
-    twice = neighbours == "replace-one" and statement.neighbours != "replace-one"
-    cost = _cost(statement, delta, plan, steps, aside / 2 if twice else aside)
-    if twice:
+    cost = _cost(statement, delta, plan, steps)
+    if neighbours == "replace-one" and statement.neighbours != "replace-one":
         if cost.slack:
             raise Unsupported(
                 "a sampled or (ε, δ) run for units that come or go has no proved cost for units "
@@ -114,16 +117,14 @@ def cost_of(
     return cost
 
 
-def _cost(
-    said: PrivacyStatement, delta: float, plan: Plan | None, steps: int, aside: float
-) -> Cost:
+def _cost(statement: PrivacyStatement, delta: float, plan: Plan | None, steps: int) -> Cost:
     is_sampled = plan is not None and plan.participation.is_sampled
-    if said.epsilon == 0 and (said.mu == 0 or (is_sampled and not steps)):
+    if statement.epsilon == 0 and (statement.mu == 0 or (is_sampled and not steps)):
         return NOTHING
-    if not math.isfinite(said.epsilon):
+    if not math.isfinite(statement.epsilon) or statement.not_private:
         return Cost(math.inf)
-    if said.mu is not None:
-        return Cost(said.mu, is_exact=said.exact)
+    if statement.mu is not None:
+        return Cost(statement.mu, is_exact=statement.exact)
     if is_sampled and delta:
         assert plan is not None
         if isinstance(plan.participation, BallsInBins):
@@ -132,20 +133,18 @@ def _cost(
             return _composed(sampled_release(plan, steps), _SHARE * delta)
         turns = plan.participation.most_within(steps)
         return _sampled(*_law(plan), turns, _SHARE * delta)
-    if said.rho is not None and said.accountant == "rdp" and delta:
-        return _concentrated(said.rho, _SHARE * delta)
-    if said.epsilon <= aside:
-        return Cost(0.0, said.delta, said.epsilon)
-    return Cost(gdp.of_pure(said.epsilon), said.delta)
+    if statement.rho is not None and statement.accountant == "rdp" and delta:
+        return _concentrated(statement.rho, _SHARE * delta)
+    return Cost(0.0, statement.delta, statement.epsilon)
 
 
 def _in_bins(plan: Plan, steps: int, slack: float) -> Cost:
-    noise, found = plan.noise_multiplier, plan.positions(steps)
+    noise, positions = plan.noise_multiplier, plan.positions(steps)
 
     def curve(epsilons: np.ndarray) -> np.ndarray:
-        return found.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))
+        return positions.deltas(epsilons, noise_multiplier=noise, near=math.sqrt(slack))
 
-    return _above(curve, slack, start=found.epsilon(noise_multiplier=noise, delta=slack / 2))
+    return _above(curve, slack, start=positions.epsilon(noise_multiplier=noise, delta=slack / 2))
 
 
 def _law(plan: Plan) -> tuple[str, float, float]:
@@ -186,10 +185,10 @@ def _renyi(orders: tuple[float, ...], divergences: np.ndarray) -> Curve:
     pinsker = math.sqrt(float(np.min(divergences)) / 2)  # KL ≤ D of every order above one
 
     def curve(epsilons: np.ndarray) -> np.ndarray:
-        found = [
+        deltas = [
             renyi.delta_from_curve(orders, divergences, epsilon=float(one)) for one in epsilons
         ]
-        return np.minimum(found, pinsker)
+        return np.minimum(deltas, pinsker)
 
     return curve
 

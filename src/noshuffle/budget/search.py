@@ -1,10 +1,10 @@
 """tune: the best of many settings, by a score, at the price of a bound on repetitions.
 
-    K ~ law of mean `repeats`;  K times: setting at random, train, score;  the best leaves, alone
+    K ~ geometric of mean `repeats`;  K times: setting at random, train, score;  the best leaves
 
 One run, its score included, is held to μ; the search then costs what `accounting.selection` says
-(Papernot and Steinke 2022; Liu and Talwar 2019): with a geometric K of mean 20, two to three times
-the ε of one run. `law="all"` trains every setting once and takes the best noisy score: the Gaussian
+(Papernot and Steinke 2022; Liu and Talwar 2019): with a mean of 20, two to three times the ε of one
+run. `law="all"` trains every setting once and takes the best noisy score: the Gaussian
 composition of all of them, exactly. The number of runs, the settings and the noise of the scores
 are drawn by the operating system; how many runs there were and how the others did stays secret.
 
@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from noshuffle.accounting import gaussian
-from noshuffle.accounting.selection import LAWS, Repetitions, largest_mu, of_gaussian
+from noshuffle.accounting.selection import check_mean, draw_number, largest_mu, of_gaussian
 from noshuffle.budget.budget import Budget
 from noshuffle.budget.cost import Cost, cost_of, total
 from noshuffle.errors import (
@@ -76,8 +76,6 @@ class Trial:
     unit: str
     costs: list[Cost] = field(default_factory=list)
     origin: str = "search"
-    #: Why no ε holds for a run of it, and so for the choice among them, if that was found out.
-    not_private: str = ""
     #: The process that counts; 0 in what was pickled.
     owner: int = field(default_factory=os.getpid, repr=False)
     _turn: Any = field(default_factory=threading.Lock, repr=False, compare=False)
@@ -125,26 +123,22 @@ class Trial:
         no Gaussian mechanism (a solver reserves its place before it knows) does not leave."""
         if statement.epsilon > 0:
             self._refuse_others(statement, statement.mechanism)
-            self.not_private = " ".join(statement.not_private) or self.not_private
 
     def words(self) -> str:
         """For the statement of the run itself."""
         return INSIDE
 
     def _refuse_others(self, statement: PrivacyStatement, what: str) -> None:
-        if statement.unit != self.unit or statement.mu is None:
+        if statement.unit != self.unit or statement.mu is None or statement.not_private:
             raise Unsupported(
-                f"runs of this search must be Gaussian (no sampling, no pure ε) and protect one "
-                f"{self.unit}; {what} does not"
+                f"runs of this search must be Gaussian (no sampling, no pure ε, no test seed) and "
+                f"protect one {self.unit}; {what} does not"
             )
 
 
 @dataclass(frozen=True)
 class Tuned:
-    """The best run of a search. All of it is released, and covered by `statement`.
-
-    `setting` and `result` are None in the rare case that a Poisson law asked for no run at all.
-    """
+    """The best run of a search. All of it is released, and covered by `statement`."""
 
     setting: Any
     result: Any
@@ -172,8 +166,7 @@ def tune(
             1 per unit of the validation data, or one number where `score_share` is 0.
         epsilon, delta: what the whole search may cost; with a budget δ defaults to a tenth of its.
         repeats: how many runs there are on average.
-        law: "geometric", "logarithmic" (heavier tail, cheaper), "poisson" (dearer, hardly ever
-            far from its mean), or "all" (every setting once).
+        law: "geometric" (a random number of runs), or "all" (every setting once).
         score_share: the part of μ² of one run that pays for its noisy score; 0 for scores from
             public data.
         budget: what the search draws on. A search has a proof of (ε, δ) and none of μ, so it
@@ -184,7 +177,7 @@ def tune(
     clamped to [0, 1], may be of training units too).
     """
     callables(run=run)
-    one_of((*LAWS, "all"), law=law)
+    one_of(("geometric", "all"), law=law)
     positive(epsilon=epsilon)
     if not settings:
         raise InvalidInput("settings must hold at least one, got none")
@@ -196,38 +189,35 @@ def tune(
     delta = 1e-5 if delta is None else delta
     open_unit(delta=delta)
     choices = list(settings)
-    drawn = None if law == "all" else Repetitions.named(law, mean=float(repeats))
-    if drawn is None:
+    mean = None if law == "all" else float(repeats)
+    if mean is None:
         mu = gaussian.mu(epsilon=epsilon, delta=delta) / math.sqrt(len(choices))
     else:
-        mu = largest_mu(drawn, epsilon=epsilon, delta=delta)
+        check_mean(mean)
+        mu = largest_mu(mean=mean, epsilon=epsilon, delta=delta)
     share = gaussian.epsilon(mu=mu * math.sqrt(1 - score_share), delta=delta)
     if not share > 0:  # then every run of (0, δ) would pass, whatever its μ
         raise InvalidInput(
             f"one run of this search may cost (0, δ) only, since delta = {delta:g} is large beside "
             f"epsilon = {epsilon:g}; choose a smaller delta"
         )
-    statement = _statement(drawn, mu, len(choices), delta, unit, neighbours, score_share)
+    statement = _statement(mean, mu, len(choices), delta, unit, neighbours, score_share)
     charge = None
     if budget is None:
         statement = statement.with_assumptions(OTHER_RUNS)
     else:
         charge = budget.reserve(f"search over {len(choices)} settings", statement)
     random = secrets.SystemRandom()
-    if drawn is None:
-        asked = choices
-    else:
-        asked = [random.choice(choices) for _ in range(drawn.draw(random.random))]
+    runs = choices
+    if mean is not None:
+        runs = [random.choice(choices) for _ in range(draw_number(random.random(), mean=mean))]
     draws = KeyedDraws(Source(new_key()), name="scores")
     best: tuple[float, Any, Any] = (-math.inf, None, None)
-    for setting in asked:
+    for setting in runs:
         trial = Trial(share, delta, neighbours, unit)
         result, scores = run(setting, trial)
         if not trial.costs:
             raise InvalidInput("run must give budget=trial to everything that it releases")
-        if trial.not_private:
-            void = f"NOT PRIVATE: of a run of this search, {trial.not_private}"
-            statement = statement.with_assumptions(void)
         score = _noisy(scores, mu * math.sqrt(score_share), draws)
         if score > best[0]:
             best = score, setting, result
@@ -261,7 +251,7 @@ def _noisy(scores: Any, mu: float, draws: KeyedDraws) -> float:
 
 
 def _statement(
-    law: Repetitions | None,
+    mean: float | None,
     mu: float,
     settings: int,
     delta: float,
@@ -272,26 +262,24 @@ def _statement(
     """What the search promises; the bound is in it."""
     one = gaussian.epsilon(mu=mu, delta=delta)
     scored = "a noisy score" if score_share else "a score from public data"
-    secret = "How long runs took"
-    if law is not None:  # otherwise everybody knows that there was one for each setting
-        secret = "How many runs there were, how long they took"
-    if law is None:
+    if mean is None:
         joint = mu * math.sqrt(settings)
         epsilon, kind = gaussian.epsilon(mu=joint, delta=delta), "exact"
-        how = f"the best of {settings} runs, one for each setting, by {scored}"
+        chosen = f"the best of {settings} runs, one for each setting, by {scored}"
+        secret = "How long runs took"  # how many there were, everybody knows
         bound = (
             f"ε is that of all {settings} runs together: μ = {up(joint)} = √{settings} × μ of one."
         )
     else:
-        joint, epsilon, kind = None, of_gaussian(law, mu, delta=delta), "rdp"
-        name = {math.inf: "Poisson", 1.0: "geometric", 0.0: "logarithmic"}[law.eta]
-        how = (
+        joint, epsilon, kind = None, of_gaussian(mu, mean=mean, delta=delta), "rdp"
+        chosen = (
             f"the best of K runs by {scored}, each with one of {settings} settings at random, K "
-            f"drawn from a {name} law of mean {law.mean:g}"
+            f"drawn from a geometric law of mean {mean:g}"
         )
+        secret = "How many runs there were, how long they took"
         bound = (
-            f"ε is the bound of Papernot and Steinke (2022) for a {name} number of runs of mean "
-            f"{law.mean:g}, each of ε = {up(one, digits=4)} with its score: the search is inside."
+            "ε is the bound of Papernot and Steinke (2022) for a geometric number of runs of mean "
+            f"{mean:g}, each of ε = {up(one, digits=4)} with its score: the search is inside."
         )
     return PrivacyStatement(
         epsilon=epsilon,
@@ -304,9 +292,9 @@ def _statement(
         unit=unit,
         neighbours=neighbours,
         participation="as the plan of each run says",
-        mechanism=how,
+        mechanism=chosen,
         accountant=kind,
-        exact=law is None,
+        exact=mean is None,
         assumptions=(
             bound,
             _SECRET.format(score="noisy score" if score_share else "score", secret=secret),

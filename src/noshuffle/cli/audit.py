@@ -96,10 +96,11 @@ def _findings(asked: AuditSettings, *, is_quiet: bool) -> list[Finding]:
     from noshuffle.auditing.run_folder import audit_run
 
     plan = asked.plan()
+    findings: list[Finding] = []
     if asked.is_folder and asked.target is not None:
-        findings = audit_run(asked.target, most_steps=asked.most_steps)
+        findings.append(audit_run(asked.target, most_steps=asked.most_steps))
     else:
-        findings = [audit_plan(plan, most_steps=asked.most_steps)]
+        findings.append(audit_plan(plan, most_steps=asked.most_steps))
     return findings + _trained(asked, plan, is_quiet=is_quiet) if asked.train else findings
 
 

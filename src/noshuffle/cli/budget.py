@@ -121,12 +121,10 @@ def _record(own: Budget, picture: Path) -> dict[str, Any]:
                 "is_open": entry.is_open,
                 "began": entry.began,
                 "run": entry.run or None,
-                "not_private": entry.not_private or None,
             }
             for entry in own.entries()
         ],
         "unprotected": own.unprotected_runs(),
-        "not_private": own.not_private_runs(),
         "picture": str(picture),
     }
 
@@ -149,9 +147,7 @@ def _table(own: Budget) -> Any:
             f"{number} {entry.what}",
             f"{datetime.fromtimestamp(entry.began):%Y-%m-%d %H:%M}",
             "reserved" if entry.is_open else "charged",
-            "NOT PRIVATE"
-            if entry.not_private or not is_finite
-            else up(entry.cost.epsilon(own.delta), digits=4),
+            up(entry.cost.epsilon(own.delta), digits=4) if is_finite else "NOT PRIVATE",
             up(next(sums), digits=4) if is_finite else "not counted",
         )
     return table

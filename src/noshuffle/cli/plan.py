@@ -67,7 +67,7 @@ def plan(asked: PlanSettings, output: Output) -> None:
         unit=asked.unit,
         workload=Workload(beta=asked.momentum),
         max_buffers=asked.max_buffers,
-        progress=None if output.json else _say,
+        progress=(lambda name: None) if output.json else _say,
         fit_fn=None if ":" in asked.mechanism else kept_fit,
     )
     found = _sampled(participation, asked, rows[0]) if asked.sampling else []

@@ -39,9 +39,9 @@ from noshuffle.errors import InvalidInput, Unsupported, instance_of
 from noshuffle.participation import Epochs, MinSeparation, SinglePass
 from noshuffle.plan import Plan, PrivacyStatement
 from noshuffle.release.folder import RunFolder
+from noshuffle.release.named_loader import NamedBatch
 from noshuffle.training import Private, privatize
 from noshuffle.training.batches import batches_of, refuse_passes
-from noshuffle.training.named_loader import NamedBatch
 from noshuffle.training.unchanged import PrivateOptimizer
 
 __all__ = ["PrivateSteps", "PrivateTrainer", "output_loss", "participation_of"]
@@ -262,7 +262,9 @@ class PrivateSteps:
         # accelerate keeps torch's DataLoader inside of its own.
         loader = getattr(loader, "base_dataloader", loader)
         self._batches = batches_of(self.private, loader, parts=parts)
-        return self._batches.loader(are_named=self._units is None)
+        if self._units is None:
+            self._batches.named()
+        return self._batches.loader()
 
     def train(self, resume_from_checkpoint: Any = None, **options: Any) -> Any:
         """Train; a run folder with a checkpoint goes on at the log's next step."""

@@ -78,6 +78,7 @@ _KINDS: dict[str, type[Participation]] = {
         CyclicPoisson,
         BallsInBins,
         TruncatedPoisson,
+        Restarted,
     )
 }
 
@@ -87,11 +88,10 @@ def from_dict(record: dict[str, Any]) -> Participation:
     instance_of(dict, participation=record)
     fields = dict(record)
     kind = fields.pop("kind", None)
-    one_of((*_KINDS, Restarted.kind), **{"participation kind": kind})
+    one_of(tuple(_KINDS), **{"participation kind": kind})
     try:
-        if kind != Restarted.kind:
-            return _KINDS[kind](**fields)
-        base = from_dict(fields["participation"])
-        return Restarted(base, fields["every"])  # type: ignore[arg-type]
+        if kind == Restarted.kind:
+            fields["participation"] = from_dict(fields["participation"])
+        return _KINDS[kind](**fields)
     except (TypeError, KeyError, AttributeError) as problem:  # a field that is missing, or unknown
         raise InvalidInput(f"the participation {kind!r} cannot be read: {problem}") from None

@@ -200,11 +200,7 @@ class Restarted(Participation):
         return self.participation.why_not(step, first=first, last=last, count=count)
 
     def to_dict(self) -> dict[str, Any]:
-        return {
-            "kind": self.kind,
-            "participation": self.participation.to_dict(),
-            "every": self.every,
-        }
+        return {**super().to_dict(), "participation": self.participation.to_dict()}
 
 
 def narrowed(part: Participation, most: int) -> Participation | None:

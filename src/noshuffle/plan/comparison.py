@@ -27,23 +27,11 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
-from noshuffle.errors import (
-    InvalidInput,
-    NoshuffleError,
-    Unsupported,
-    instance_of,
-    one_of,
-    whole,
-)
-from noshuffle.participation import (
-    BallsInBins,
-    CyclicPoisson,
-    Epochs,
-    Participation,
-    Poisson,
-)
+from noshuffle.errors import NoshuffleError, Unsupported, instance_of, one_of, whole
+from noshuffle.participation import BallsInBins, CyclicPoisson, Epochs, Participation, Poisson
 from noshuffle.plan.fit import Target, best_cyclic, best_in_bins
 from noshuffle.plan.plan import Plan
 from noshuffle.strategies import Strategy, Workload, error
@@ -118,16 +106,19 @@ class PlanRow:
         }
 
 
-def _row(plan: Plan, name: str, workload: Workload, began: float, sampling: str = "") -> PlanRow:
+def _row(fit: Callable[[], Plan], workload: Workload, *, name: str = "", kind: str = "") -> PlanRow:
+    """The plan that `fit` makes, timed and measured."""
+    began = time.perf_counter()
+    plan = fit()
     seconds = time.perf_counter() - began
     felt, z = error(plan.strategy, plan.steps, workload=workload), plan.noise_multiplier
     return PlanRow(
-        name=name,
+        name=name or plan.strategy.name,
         plan=plan,
         rms=z * felt.rms,
         max=z * felt.max,
         seconds=seconds,
-        sampling=sampling,
+        sampling=kind,
     )
 
 
@@ -135,20 +126,18 @@ def compare(
     participation: Participation,
     *,
     mechanism: str = "all",
-    epsilon: float | None = None,
-    noise_multiplier: float | None = None,
-    delta: float = 1e-5,
-    neighbours: str = "",
-    unit: str = "example",
     workload: Workload | None = None,
     max_buffers: int | None = None,
-    progress: Callable[[str], None] | None = None,
+    progress: Callable[[str], None] = lambda name: None,
     fit_fn: Callable[..., Strategy] | None = None,
+    **terms: Any,
 ) -> list[PlanRow]:
     """Rows sorted by rms error, the best first; mechanisms that do not apply are left out.
 
     `mechanism` is a name, "all", or "usual": in long runs without the mechanisms that are special
-    cases of gains on both sides, or between others (`LEFT_OUT`). `fit_fn` fits a strategy by name.
+    cases of gains on both sides, or between others (`LEFT_OUT`). `terms` are those of `Plan.fit`:
+    epsilon or noise_multiplier, delta, neighbours, unit. `progress` is told the name of each, and
+    "" at the end; `fit_fn` fits a strategy by name.
     """
     instance_of(Participation, participation=participation)
     workload = checked_workload(workload)
@@ -157,36 +146,27 @@ def compare(
     wanted = tuple(MECHANISMS) if mechanism in ("all", "usual") else (mechanism,)
     if mechanism == "usual" and participation.steps > STAGED_STEPS:
         wanted = tuple(name for name in wanted if name not in LEFT_OUT or workload.beta)
+
+    def fitted(name: str) -> Plan:
+        chosen: str | Strategy = name
+        if fit_fn is not None and name in MECHANISMS and not participation.is_sampled:
+            chosen = fit_fn(name, participation, workload=workload)
+        return Plan.fit(participation, mechanism=chosen, workload=workload, **terms)
+
     rows: list[PlanRow] = []
     refusals: list[NoshuffleError] = []
     for name in wanted:
-        if progress is not None:
-            progress(name)
-        began = time.perf_counter()
+        progress(name)
         try:
-            chosen: str | Strategy = name
-            if fit_fn is not None and name in MECHANISMS and not participation.is_sampled:
-                chosen = fit_fn(name, participation, workload=workload)
-            plan = Plan.fit(
-                participation,
-                mechanism=chosen,
-                epsilon=epsilon,
-                noise_multiplier=noise_multiplier,
-                delta=delta,
-                neighbours=neighbours,
-                unit=unit,
-                workload=workload,
-            )
-            buffers = plan.strategy.buffers(plan.steps)
-            if max_buffers is not None and buffers > max_buffers:
-                raise Unsupported(f"{name} needs {buffers} buffers")
-            rows.append(_row(plan, name, workload, began))
+            row = _row(partial(fitted, name), workload, name=name)
+            if max_buffers is not None and row.buffers > max_buffers:
+                raise Unsupported(f"{name} needs {row.buffers} buffers")
+            rows.append(row)
         except Unsupported as refusal:
             refusals.append(refusal)
-    if progress is not None:
-        progress("")
+    progress("")
     if not rows:
-        raise refusals[0] if refusals else InvalidInput(f"no mechanism is called {mechanism!r}")
+        raise refusals[0]
     return sorted(rows, key=lambda row: row.rms)
 
 
@@ -225,8 +205,8 @@ def compare_sampling(
     rows: dict[str, PlanRow] = {}
 
     def add(kind: str, part: Participation, mechanism: str | Strategy) -> None:
-        began = time.perf_counter()
-        plan = Plan.fit(
+        fit = partial(
+            Plan.fit,
             part,
             mechanism=mechanism,
             epsilon=epsilon,
@@ -236,7 +216,7 @@ def compare_sampling(
             workload=workload,
             max_buffers=max_buffers,
         )
-        rows[kind] = _row(plan, plan.strategy.name, workload, began, kind)
+        rows[kind] = _row(fit, workload, kind=kind)
 
     if "none" in kinds or "bins" in kinds:
         add("none", order, unsampled)

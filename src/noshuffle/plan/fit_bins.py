@@ -54,7 +54,7 @@ def fit_bins(
     first = fit("banded", part.in_order, bands=b, workload=workload).strategy
     c = np.maximum(first.coefficients(b), 0.0)  # type: ignore[attr-defined]
     start = c[1:] / c[0]
-    form = error_form(n, workload=workload, objective="rms")
+    form = error_form(n, workload=workload)
     best, value = start, math.inf
     for count in _counts(b):
         apart, x = b // count * np.arange(1, count // 2 + 1), start

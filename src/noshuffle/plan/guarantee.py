@@ -28,7 +28,6 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
-from typing import Self
 
 import numpy as np
 
@@ -203,23 +202,23 @@ class Guarantee:
     def least_noise(self, epsilon: float) -> float:
         """The smallest noise multiplier whose ε does not exceed the target."""
         return accounting.calibrate.smallest(
-            lambda z: self._with(z).epsilon(self.terms.steps),
-            target=epsilon,
-            start=self._first_noise(epsilon),
+            self._epsilon_with, target=epsilon, start=self._first_noise(epsilon)
         )
 
     def _first_noise(self, epsilon: float) -> float:
         return 1.0
 
-    def _with(self, noise_multiplier: float) -> Self:
-        return replace(self, terms=replace(self.terms, noise_multiplier=noise_multiplier))
+    def _epsilon_with(self, noise_multiplier: float) -> float:
+        """ε of the whole run with other noise."""
+        terms = replace(self.terms, noise_multiplier=noise_multiplier)
+        return replace(self, terms=terms).epsilon(terms.steps)
 
     def _kept_below(self, epsilon: float, z: float, *, step: float) -> float:
         """z, or the next more that keeps ε at the target or below.
 
         Steps double, so that it ends where ε is so large (1e300) that its last digits are lost.
         """
-        while self._with(z).epsilon(self.terms.steps) > epsilon:
+        while self._epsilon_with(z) > epsilon:
             z, step = z * (1 + step), 2 * step
         return z
 

@@ -194,14 +194,7 @@ class Plan(Terms):
             notes = (*notes, so_far(steps, self.steps))
             if 0 < epsilon < self.epsilon():
                 notes = (*notes, stopped(steps))
-        assumptions = sentences(
-            self.guarded,
-            unit=self.unit,
-            neighbours=self.neighbours,
-            noise_multiplier=self.noise_multiplier,
-            is_exact=reach.exact,
-            accountant=self.accountant,
-        )
+        assumptions = sentences(self, self.guarded, unit=self.unit, is_exact=reach.exact)
         return PrivacyStatement(
             epsilon=epsilon,
             delta=self.delta,

@@ -24,6 +24,7 @@ from typing import Any
 
 from noshuffle.errors import MAX_STEPS
 from noshuffle.participation import FixedSize, Participation, Restarted, TruncatedPoisson
+from noshuffle.plan.guarantee import Terms
 from noshuffle.rounding import factor_up, up
 
 #: How often an attacker of `meaning` accuses somebody who did not take part.
@@ -195,17 +196,12 @@ _BY_ACCOUNTANT = {
 
 
 def sentences(
-    participation: Participation,
-    *,
-    unit: str,
-    neighbours: str,
-    noise_multiplier: float,
-    is_exact: bool,
-    accountant: str,
+    terms: Terms, participation: Participation, *, unit: str, is_exact: bool
 ) -> tuple[str, ...]:
-    """Every assumption behind a plan's statement; `is_exact` is said of the sensitivity."""
-    words = _NEIGHBOURS[neighbours]
-    if neighbours == "add-remove":
+    """Every assumption behind the statement of a plan whose guard holds units to `participation`;
+    `is_exact` is said of the sensitivity."""
+    words = _NEIGHBOURS[terms.neighbours]
+    if terms.neighbours == "add-remove":
         words = _DISPLACED.get(type(participation), words)
     always = (
         words.format(unit=unit),
@@ -219,9 +215,9 @@ def sentences(
         "Noise is treated as real-valued; the rounding of floating point is not analysed.",
     )
     sometimes = {
-        "There is no noise, hence no privacy.": noise_multiplier == 0,
+        "There is no noise, hence no privacy.": terms.noise_multiplier == 0,
         "The sensitivity is an upper bound, so the true ε is at most the stated one.": not is_exact,
-        _BY_ACCOUNTANT.get(accountant, ""): accountant in _BY_ACCOUNTANT,
+        _BY_ACCOUNTANT.get(terms.accountant, ""): terms.accountant in _BY_ACCOUNTANT,
         "A secret draw decides about rows that are released at several times: no copy and no "
         "older state of this run goes on beside it.": participation.keeps_draws,
     }

@@ -33,9 +33,7 @@ class Charge(Protocol):
         steps: int = 0,
         link: str = "",
     ) -> None:
-        """Charge what was released instead of what was reserved; a statement that says NOT PRIVATE
-        marks the run. `link`: the newest row of its log.
-        """
+        """Charge what was released, not what was reserved. `link`: the newest row of its log."""
 
     def words(self) -> str:
         """Which run this is among those on the same data, and what they cost together."""

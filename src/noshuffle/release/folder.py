@@ -96,22 +96,23 @@ class RunFolder:
         a header: nothing was released, so the next one begins there.
         """
         utf8(**{"the name of a run folder": self.path})  # reports and safetensors need it
-        found = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
-        if any(name in found for name in _AFTER) or self.saved():
+        names = sorted(p.name for p in self.path.iterdir()) if self.path.exists() else []
+        if any(name in names for name in _AFTER) or self.saved():
             raise InvalidInput(
                 f"{self.log_file} is missing or empty, and the files beside it are of a run that "
                 "had one; bring the log back, or begin a new run from the model in a new folder"
             )
-        strangers = [name for name in found if name not in _BEFORE and not name.startswith(".")]
+        strangers = [name for name in names if name not in _BEFORE and not name.startswith(".")]
         if strangers:
             raise InvalidInput(f"{self.path} is not empty ({strangers[0]}); use a new folder")
 
     def remove_secrets(self) -> None:
         """Overwrite and remove whatever can take noise off, half-written copies too."""
-        found = [*self.path.glob("secret.json"), *self.path.glob(".secret.json.*")]
-        found += [*self.checkpoints.glob("*/secret.pt"), *self.checkpoints.glob(".*/secret.pt")]
-        found += [*self.checkpoints.glob("*/.secret.pt.*"), *self.checkpoints.glob(".*/.secret.*")]
-        for file in sorted(set(found)):
+        secrets = [*self.path.glob("secret.json"), *self.path.glob(".secret.json.*")]
+        secrets += [*self.checkpoints.glob("*/secret.pt"), *self.checkpoints.glob(".*/secret.pt")]
+        secrets += self.checkpoints.glob("*/.secret.pt.*")
+        secrets += self.checkpoints.glob(".*/.secret.*")
+        for file in sorted(set(secrets)):
             with file.open("r+b") as handle:
                 handle.write(bytes(file.stat().st_size))
                 handle.flush()
@@ -119,26 +120,27 @@ class RunFolder:
             file.unlink()
             sync(file.parent)
 
+    def missing(self) -> list[Path]:
+        """The folders that would be made for a run here, innermost first."""
+        return [folder for folder in (self.path, *self.path.parents) if not folder.exists()]
+
     def withdraw(self, made: list[Path]) -> None:
         """Take back what a run that released nothing has written; `made`: see `missing`."""
         self.remove_secrets()
         for file in (self.plan_file, self.statement_file, self.log_file):
             file.unlink(missing_ok=True)
         with suppress(OSError):  # somebody has put something into it
-            for each in made:
-                each.rmdir()
-
-    def missing(self) -> list[Path]:
-        """The folders that would be made for a run here, innermost first."""
-        return [each for each in (self.path, *self.path.parents) if not each.exists()]
+            for folder in made:
+                folder.rmdir()
 
     def _not_a_run(self) -> str:
-        said = f"{self.path} is not a run folder: it has no plan.json"
+        message = f"{self.path} is not a run folder: it has no plan.json"
         with suppress(OSError):
             runs = sorted(p.parent for p in [*self.path.glob("*/plan.json")])
             if runs:
-                return f"{said}, but holds runs: name one of {', '.join(map(str, runs[:_NAMED]))}"
-        return said
+                listed = ", ".join(map(str, runs[:_NAMED]))
+                return f"{message}, but holds runs: name one of {listed}"
+        return message
 
     # -- checkpoints ---------------------------------------------------------------------------
 
@@ -157,8 +159,9 @@ class RunFolder:
         step = int(state["step"])
         target: Path = self.checkpoints / f"step-{step:08d}"
         temporary = self.checkpoints / f".step-{step:08d}.{os.getpid()}.tmp"
-        for left in [*self.checkpoints.glob(".step-*.tmp"), *self.checkpoints.glob(".old-*")]:
-            shutil.rmtree(left)  # what a crash left; a run has one writer
+        for pattern in (".step-*.tmp", ".old-*"):  # what a crash left; a run has one writer
+            for unfinished in self.checkpoints.glob(pattern):
+                shutil.rmtree(unfinished)
         temporary.mkdir(parents=True)
         model = {name: value.detach().cpu().clone() for name, value in state["model"].items()}
         try:
@@ -182,8 +185,7 @@ class RunFolder:
         """Complete checkpoints, oldest first."""
         if not self.checkpoints.exists():
             return []
-        found = [(int(m[1]), p) for p in self.checkpoints.iterdir() if (m := _NAME.match(p.name))]
-        return [path for _, path in sorted(found)]
+        return sorted((p for p in self.checkpoints.iterdir() if _NAME.match(p.name)), key=step_of)
 
     # -- statement, metrics, configuration -----------------------------------------------------
 
@@ -210,14 +212,14 @@ class RunFolder:
             return
         for line in self.metrics_file.read_bytes().splitlines():
             with suppress(ValueError, RecursionError):
-                if isinstance(found := json.loads(line), dict):
-                    yield found
+                if isinstance(record := json.loads(line), dict):
+                    yield record
 
     def forget_metrics_after(self, step: int) -> None:
         """Drop lines from beyond `step`: what they were measured on was lost."""
         if self.metrics_file.exists():
-            kept = [m for m in self.metrics() if m.get("step", 0) <= step]
-            text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in kept)
+            metrics = [m for m in self.metrics() if m.get("step", 0) <= step]
+            text = "".join(json.dumps(m, sort_keys=True) + "\n" for m in metrics)
             write_bytes(self.metrics_file, text.encode())
 
 
@@ -278,12 +280,12 @@ def read_state(file: Path) -> dict[str, Any]:
 def load_model(run: RunFolder | str | Path, model: nn.Module) -> int:
     """The parameters of a run's newest checkpoint; returns the number of steps behind them."""
     folder = RunFolder.of(run)
-    found = folder.saved()
-    if not found:
+    checkpoints = folder.saved()
+    if not checkpoints:
         raise InvalidInput(
             f"{folder.path} has no checkpoint to load a model from; private.save() writes one"
         )
-    state = load(found[-1])
+    state = load(checkpoints[-1])
     try:
         model.load_state_dict(state["model"])
     except RuntimeError as error:  # its lines say which names or shapes differ

@@ -124,13 +124,13 @@ class History:
         header = {name: str(value) for name, value in self.header.items() if name != "ancestors"}
         bound = {row["name"]: row["value"] for row in self.of("fact")}
         days = [row["day"] for row in self.rows if "day" in row]
-        found = {**header, **bound, "starts": str(len(self.of("start")))}
-        found |= {"first": days[0], "last": days[-1]} if days else {}
+        facts = {**header, **bound, "starts": str(len(self.of("start")))}
+        facts |= {"first": days[0], "last": days[-1]} if days else {}
         for row in self.of("budget"):
-            found |= {"budget": row["origin"], "budget_words": row["words"]}
+            facts |= {"budget": row["origin"], "budget_words": row["words"]}
         if not self.plan.participation.is_sampled and len(self.guard.table):
-            found["records"] = str(len(self.guard.table))
-        return found
+            facts["records"] = str(len(self.guard.table))
+        return facts
 
     def ancestors(self) -> tuple[Ancestor, ...]:
         """The runs that this one was forked from, oldest first."""

@@ -87,8 +87,8 @@ class Keys:
     def seed(self, step: int, part: int = 0) -> int:
         """For the random layers of a model in one part of a step. Nobody else knows it."""
         data = f"secret {step} {part}".encode()
-        made = hashlib.blake2b(data, key=self.draw_key(step), digest_size=7).digest()
-        return int.from_bytes(made, "little")
+        digest = hashlib.blake2b(data, key=self.draw_key(step), digest_size=7).digest()
+        return int.from_bytes(digest, "little")
 
     def _start(self, step: int) -> Start:
         return next(start for start in reversed(self.starts) if start.step <= step)

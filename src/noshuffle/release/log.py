@@ -60,9 +60,9 @@ def read(path: Path) -> Iterator[Row]:
     link, at = START, 0
     with path.open("rb") as file:
         for number, line in enumerate(file, 1):
-            body, _, told = line.rpartition(_LINK)
+            body, _, stored = line.rpartition(_LINK)
             link = _link(link, body)
-            if told != link.encode() + b'"}\n':
+            if stored != link.encode() + b'"}\n':
                 is_torn = not line.endswith(b"\n") and not file.read(1)
                 raise Damaged(path, number, at, is_torn=is_torn)
             at += len(line)
@@ -199,8 +199,8 @@ class Log:
 
 
 def _identity(path: Path) -> tuple[int, int]:
-    found = path.stat()
-    return found.st_dev, found.st_ino
+    info = path.stat()
+    return info.st_dev, info.st_ino
 
 
 def _locked(path: Path) -> int:
@@ -211,8 +211,8 @@ def _locked(path: Path) -> int:
         handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            found = os.fstat(handle)
-            if path.exists() and _identity(path) == (found.st_dev, found.st_ino):
+            info = os.fstat(handle)
+            if path.exists() and _identity(path) == (info.st_dev, info.st_ino):
                 break  # else the process before took its file away
         except OSError:
             if time.monotonic() > end:

@@ -14,7 +14,6 @@ from noshuffle.errors import InvalidInput
 from noshuffle.noise import Source
 from noshuffle.one_owner import OneOwner
 from noshuffle.plan import Plan, PrivacyStatement
-from noshuffle.plan.statement import voids
 from noshuffle.release.account import Account, Charge
 from noshuffle.release.files import make_folder, read_json
 from noshuffle.release.folder import RunFolder
@@ -22,7 +21,7 @@ from noshuffle.release.history import History
 from noshuffle.release.keys import Keys
 from noshuffle.release.log import Log
 from noshuffle.release.signature import private_key, write_signature
-from noshuffle.release.spending import NO_IDS, Ancestor, spent
+from noshuffle.release.spending import NO_IDS, TEST_SEED, Ancestor, spent
 from noshuffle.release.units import Guard
 
 Run = RunFolder | str | Path | None
@@ -74,7 +73,7 @@ class OpenRun(OneOwner):
             raise InvalidInput(
                 f"nobody named the units of the run in {folder.path}, so those that come now could "
                 "be counted as new ones; begin a new run that adds up with it (fork_of=), and give "
-                "ids= or take private.batches(loader)"
+                "ids= or take batches(loader)"
             )
         if source is not None and source.fingerprint != header["key"]:
             raise InvalidInput(f"{folder.path} holds a run with another key; use a new folder")
@@ -193,7 +192,7 @@ class OpenRun(OneOwner):
         before = self._uncounted(budget.name)
         self.charge = budget.reserve(
             "run" if self.folder is None else f"run {self.folder.path.name}",
-            spent(self.plan, self.plan.steps, ancestors=before),
+            spent(self.plan, self.plan.steps, ancestors=before, notes=self._void),
             plan=None if before else self.plan,
             steps=self.plan.steps,
             run=None if self.folder is None else self.folder.path.resolve(),
@@ -216,10 +215,14 @@ class OpenRun(OneOwner):
         before = self._uncounted(self.charge.origin.partition("/")[0])
         is_whole = self.fact("adaptive_clip") == "yes" or self.plan.participation.is_sampled
         steps = self.plan.steps if is_whole and self.step else self.step
-        said = spent(self.plan, steps, ancestors=before)
-        said = said.with_assumptions(*voids(self.statement().assumptions))
-        self.charge.settle(said, plan=None if before else self.plan, steps=steps, link=link)
+        statement = spent(self.plan, steps, ancestors=before, notes=self._void)
+        self.charge.settle(statement, plan=None if before else self.plan, steps=steps, link=link)
         self.log.append("budget", origin=self.charge.origin, words=self.charge.words())
+
+    @property
+    def _void(self) -> tuple[str, ...]:
+        """Why no ε holds for this run."""
+        return (TEST_SEED,) if self.is_test else ()
 
     def _uncounted(self, name: str) -> list[Ancestor]:
         """Runs that this one was forked from, as far as they do not draw on the same budget."""

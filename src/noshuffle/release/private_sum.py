@@ -42,6 +42,7 @@ from noshuffle.one_owner import OneOwner, in_turn
 from noshuffle.plan import Plan
 from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.account import Account
+from noshuffle.release.batches import PrivateBatches, RowNames
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
 from noshuffle.release.sampler import Sampler
@@ -59,7 +60,8 @@ class PrivateSum(OneOwner):
         clip: ζ, the bound on the norm of what one unit adds in one step.
         shape: of one contribution: () for a number, (d,) for a vector, or a mapping from names to
             shapes. None takes it from the first step.
-        ids are needed where units may come more than once or be told apart (see `add`).
+        ids are needed where units may come more than once or be told apart (see `add`);
+            `batches(loader)` names rows by their place in a data set.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
         run: a folder for log, checkpoints and statement; None keeps them in memory.
         fork_of: a run that ends here, and whose cost this one adds to its own.
@@ -90,6 +92,7 @@ class PrivateSum(OneOwner):
         self._begin |= {"fork_of": fork_of, "budget": budget}
         self._device = torch.device(device)
         self._release: Release | None = None
+        self._names: RowNames | None = None
         self._statement: PrivacyStatement | None = None
         self._totals: dict[str, Tensor] = {}
         self._is_named = isinstance(shape, Mapping)
@@ -106,6 +109,7 @@ class PrivateSum(OneOwner):
     def _open(self, shapes: Mapping[str, Sequence[int]]) -> Release:
         shapes = {name: tuple(int(n) for n in own) for name, own in shapes.items()}
         self._release = release = Release(self.plan, shapes, clip=Flat(self.clip), **self._begin)
+        self._names = RowNames(release)
         self._totals = {
             name: torch.zeros(own, dtype=torch.float64, device=self._device)
             for name, own in shapes.items()
@@ -128,16 +132,21 @@ class PrivateSum(OneOwner):
     @property
     def total(self) -> Any:
         """The private sum of all steps so far, as it was given (a number, an array, tensors)."""
-        return self._given(self._totals)
+        if self._release is None:
+            raise InvalidInput(
+                "nothing was added yet, so the shape of the total is not known; add() first, or "
+                "give shape="
+            )
+        return self._as_given(self._totals)
 
     def go_on_from(self, total: Any) -> None:
         """Take up a total that this run released and that was kept elsewhere.
 
         Whoever writes down every total loses no step to a kill since the last `save`.
         """
-        own = self._totals[VALUE]
-        taken = torch.as_tensor(total, dtype=own.dtype, device=own.device)
-        self._totals[VALUE] = taken.reshape(own.shape)
+        before = self._totals[VALUE]
+        released = torch.as_tensor(total, dtype=before.dtype, device=before.device)
+        self._totals[VALUE] = released.reshape(before.shape)
 
     @property
     def deviation(self) -> float:
@@ -157,52 +166,54 @@ class PrivateSum(OneOwner):
         """Take the contributions of the next step, one row per unit; the private increment.
 
         A single number is the contribution of one unit.
-        `ids` names the unit of every row; without them each row counts as a new unit, and the
-        statement says that participation was not checked. Of a plan with unit="user", rows of one
-        user are added up before they are clipped. An empty step releases noise alone. Returns a
-        number for numbers, an array for arrays, tensors for tensors.
+        `ids` names the unit of every row, and so does `batches`; without names each row counts as a
+        new unit, and the statement says that participation was not checked. Of a plan with
+        unit="user", rows of one user are added up before they are clipped. An empty step releases
+        noise alone. Returns a number for numbers, an array for arrays, tensors for tensors.
         """
         if self._statement is not None:
             raise InvalidInput("this sum was closed; open its folder again to go on with it")
         rows, kind = _rows(contributions)
         if self._release is None:
             self._is_named = isinstance(contributions, Mapping)
-            self._open({name: tuple(own.shape[1:]) for name, own in rows.items()})
+            self._open({name: tuple(value.shape[1:]) for name, value in rows.items()})
         self._kind = kind
         release = self.release
-        wanted = {name: tuple(own.shape) for name, own in self._totals.items()}
-        found = {name: tuple(own.shape[1:]) for name, own in rows.items()}
-        if wanted != found:
+        expected = {name: tuple(value.shape) for name, value in self._totals.items()}
+        shapes = {name: tuple(value.shape[1:]) for name, value in rows.items()}
+        if expected != shapes:
             raise InvalidInput(
-                f"every contribution must have the shape {wanted}, got {found}; give one row per "
-                "unit"
+                f"every contribution must have the shape {expected}, got {shapes}; give one row "
+                "per unit"
             )
         size = len(next(iter(rows.values())))
-        own = None if ids is None else release.identify(ids, rows=size)
-        if own is None and self.plan.unit == "user":
+        assert self._names is not None
+        if self._names.are_places:
+            ids = self._names.take(ids, rows=size)
+        units = None if ids is None else release.identify(ids, rows=size)
+        if units is None and self.plan.unit == "user":
             raise InvalidInput("a plan with unit='user' needs to know whose each row is; pass ids=")
-        ticket = release.admit(own, drop=self._drop)
+        ticket = release.admit(units, drop=self._drop)
         keep = None if ticket.keep is None else torch.from_numpy(ticket.keep)
-        groups = own if self.plan.unit == "user" else None
+        groups = units if self.plan.unit == "user" else None
         values = self._clipped(rows, keep, groups)
         release.close(ticket, values)
         for key, value in values.items():
             self._totals[key] += value
         release.finish(ticket)
         release.flush()
-        return self._given(values)
+        return self._as_given(values)
 
     def _clipped(
         self, rows: dict[str, Tensor], keep: Tensor | None, groups: Any
     ) -> dict[str, Tensor]:
         """Σ_u g_u·min(1, ζ/‖g_u‖) in double precision, over the rows that count."""
-        flat = torch.cat(
-            [
-                rows[name].to(self._device, torch.float64).reshape(len(rows[name]), own.numel())
-                for name, own in self._totals.items()  # a mapping may come in another order
-            ],
-            dim=1,
-        )
+        shapes = {name: total.shape for name, total in self._totals.items()}
+        columns = [  # a mapping may come in another order
+            rows[name].to(self._device, torch.float64).reshape(len(rows[name]), shape.numel())
+            for name, shape in shapes.items()
+        ]
+        flat = torch.cat(columns, dim=1)
         if keep is not None:
             flat = flat[keep.to(self._device)]
             groups = None if groups is None else groups[keep.numpy()]
@@ -210,28 +221,31 @@ class PrivateSum(OneOwner):
             _, whose = np.unique(groups, return_inverse=True)
             index = torch.from_numpy(whose).to(self._device)
             flat = flat.new_zeros(int(index.max()) + 1, flat.shape[1]).index_add_(0, index, flat)
-        sizes = [own.numel() for own in self._totals.values()]
-        parts = torch.split(clipped_rows(flat, self.clip).sum(0), sizes)
-        owners = self._totals.items()
-        return {name: p.reshape(own.shape).clone() for (name, own), p in zip(owners, parts)}
+        total = clipped_rows(flat, self.clip).sum(0)
+        parts = torch.split(total, [shape.numel() for shape in shapes.values()])
+        return {name: part.reshape(shapes[name]).clone() for name, part in zip(shapes, parts)}
 
-    def _given(self, values: Mapping[str, Tensor]) -> Any:
+    def _as_given(self, values: Mapping[str, Tensor]) -> Any:
         """In the form in which contributions came."""
-        if self._is_named:
-            return {name: self._one(value) for name, value in values.items()}
-        if VALUE not in values:
-            raise InvalidInput(
-                "nothing was added yet, so the shape of the total is not known; add() first, or "
-                "give shape="
-            )
-        return self._one(values[VALUE])
+        forms: dict[str, Any] = {name: value.clone() for name, value in values.items()}
+        if self._kind != "tensor":
+            forms = {name: value.cpu().numpy() for name, value in forms.items()}
+        if self._kind == "number":
+            forms = {name: value if value.ndim else float(value) for name, value in forms.items()}
+        return forms if self._is_named else forms[VALUE]
 
-    def _one(self, value: Tensor) -> Any:
-        value = value.detach().clone()
-        if self._kind == "tensor":
-            return value
-        array = value.cpu().numpy()
-        return float(array) if self._kind == "number" and not array.ndim else array
+    def batches(self, loader: Any) -> PrivateBatches:
+        """The batches of a DataLoader, each row of which is named by its place in the data set.
+
+            for x in sums.batches(loader):
+                sums.add(contributions(x))        # one row for each row of x, in the same order
+
+        They go on at the next step of the run, and end with the pass; see `Private.batches`. The
+        sums must have a `shape`.
+        """
+        self.release.check_ready()
+        assert self._names is not None
+        return self._names.batches(loader).named()
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan; pass its indices on as `ids`."""
@@ -257,6 +271,12 @@ class PrivateSum(OneOwner):
         self.release.pass_over()
 
     @in_turn
+    def pass_over(self, *, to: str = "epoch") -> int:
+        """Pass over the steps up to the next border of an epoch; returns how many these were."""
+        one_of(("epoch",), to=to)
+        return self.release.pass_over_epoch()
+
+    @in_turn
     def close(self) -> None:
         """Save, bring the evidence up to date, let go of it; a finished run ends."""
         if self._statement is not None:
@@ -280,19 +300,20 @@ def clipped_rows(rows: Tensor, clip: float) -> Tensor:
     return rows * clip_factor(norms, clip, slack=FINE_SLACK)
 
 
-def _rows(given: Any) -> tuple[dict[str, Tensor], str]:
+def _rows(contributions: Any) -> tuple[dict[str, Tensor], str]:
     """Contributions as tensors by name, and in what form they came."""
-    if isinstance(given, Mapping):
-        if not given:
+    if isinstance(contributions, Mapping):
+        if not contributions:
             raise InvalidInput("contributions by name must hold at least one name, got none")
-        parts = {str(name): _tensor(value) for name, value in given.items()}
-        if len(parts) < len(given):
-            raise InvalidInput(f"names must differ as text, got {list(given)}; rename one of them")
+        parts = {str(name): _tensor(value) for name, value in contributions.items()}
+        if len(parts) < len(contributions):
+            names = list(contributions)
+            raise InvalidInput(f"names must differ as text, got {names}; rename one of them")
         sizes = {name: len(value) for name, (value, _) in parts.items()}
         if len(set(sizes.values())) > 1:
             raise InvalidInput(f"every name must have one row per unit, got {sizes}")
         return {name: value for name, (value, _) in parts.items()}, next(iter(parts.values()))[1]
-    value, kind = _tensor(given)
+    value, kind = _tensor(contributions)
     return {VALUE: value}, kind
 
 

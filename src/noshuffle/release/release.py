@@ -57,6 +57,7 @@ from noshuffle.noise import NoiseStream, Source
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.noise.stream import VERSION
 from noshuffle.participation import Mask
+from noshuffle.participation.base import InEpochs
 from noshuffle.plan import Plan
 from noshuffle.release.account import Account, Charge, check_budget
 from noshuffle.release.files import make_folder, sync, write_bytes, write_json
@@ -64,10 +65,10 @@ from noshuffle.release.folder import RunFolder, digests, load, step_of
 from noshuffle.release.history import FORMAT, History
 from noshuffle.release.keys import Keys
 from noshuffle.release.open_run import OpenRun, Run, ended, today
-from noshuffle.release.sampler import Sampler, make_sampler
+from noshuffle.release.sampler import Sampler
 from noshuffle.release.spending import ADAPTIVE_CLIP, NO_IDS, Ancestor, spent
 from noshuffle.release.threshold import Threshold, threshold_for
-from noshuffle.release.units import Ids, ids_and_kind
+from noshuffle.release.units import NOBODY, Ids, ids_and_kind
 from noshuffle.version import __version__
 
 
@@ -79,16 +80,11 @@ class Ticket:
     """
 
     step: int
-    units: Ids
+    units: Ids = field(default_factory=lambda: NOBODY)
     keep: Mask | None = None
     is_used: bool = False
     #: Of a secret draw, the units that did not come yet.
-    missing: set[int] = field(default_factory=set, repr=False)
-
-    @property
-    def is_empty(self) -> bool:
-        """Whether nothing of the newest part may be used."""
-        return self.keep is not None and not self.keep.any()
+    missing: Ids = field(default_factory=lambda: NOBODY)
 
 
 class Release(OpenRun):
@@ -138,18 +134,18 @@ class Release(OpenRun):
         self._sampler: Sampler | None = None
         self.charge: Charge | None = None
         self._ticket: Ticket | None = None
-        made = [] if self.folder is None else self.folder.missing()
+        #: The folders that are made for this run.
+        self._made = [] if self.folder is None else self.folder.missing()
         self.log = self.open_log()
-        is_new = not self.log.rows
+        self._is_new = not self.log.rows
         try:
             bound = Flat(float(clip)) if isinstance(clip, int | float | np.number) else clip
             self._open(bound, source, fork_of, dict(facts or {}), budget)
         except BaseException as error:
             self.log.close()
-            if is_new and isinstance(error, NoshuffleError) and self.folder is not None:
-                self.folder.withdraw(made)
+            if self._is_new and isinstance(error, NoshuffleError) and self.folder is not None:
+                self.folder.withdraw(self._made)
             raise
-        self._made = made if is_new else None
 
     # -- begin, go on, fork --------------------------------------------------------------------
 
@@ -162,15 +158,14 @@ class Release(OpenRun):
         budget: Account | None,
     ) -> None:
         folder, plan = self.folder, self.plan
-        is_new = not self.log.rows
-        if is_new:
+        if self._is_new:
             keys = Keys.new(source)
             kind = (source or Source(bytes(32))).on(self._device).kind
         else:
             keys, kind = self.known_keys(source), str(self.history.header["generator"])
-        self.threshold: Threshold = threshold_for(clip, plan)
-        self.threshold.settle(tuple(self._shapes))
-        scale = self.threshold.noise_scale(plan, tuple(self._shapes))
+        names = tuple(self._shapes)
+        self.threshold: Threshold = threshold_for(clip, plan, names)
+        scale = self.threshold.noise_scale(plan, names)
         header = {
             "format": FORMAT,
             "plan": plan.hash,
@@ -184,7 +179,7 @@ class Release(OpenRun):
             "test_key": "yes" if keys.is_test else "no",
             **facts,
         }
-        if is_new:
+        if self._is_new:
             ancestors = [] if fork_of is None else ended(RunFolder.of(fork_of), plan)
             if folder is not None:
                 write_json(folder.secret_file, keys.to_dict(), mode=0o600)
@@ -209,8 +204,8 @@ class Release(OpenRun):
         start = {"step": self.guard.steps, "row": row, "nonce": secrets.token_hex(16)}
         self.log.append("start", **start, day=today())
         self.log.flush()
-        for own in self.history.of("start"):
-            keys = keys.started(step=own["step"], row=own["row"], nonce=own["nonce"])
+        for earlier in self.history.of("start"):
+            keys = keys.started(step=earlier["step"], row=earlier["row"], nonce=earlier["nonce"])
         self._keys = self.threshold.keys = keys
         self.noise = NoiseStream(
             recipe,
@@ -232,11 +227,13 @@ class Release(OpenRun):
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a sampled plan, from the current step on."""
-        made = make_sampler(self.plan.participation, key=self._keys.draw_key, population=population)
-        self.bind("population", str(getattr(made, "population", "")))
-        made.start = self.step
-        self._sampler = made
-        return made
+        sampler = Sampler(
+            self.plan.participation, key_fn=self._keys.draw_key, population=population
+        )
+        self.bind("population", str(sampler.population))
+        sampler.start = self.step
+        self._sampler = sampler
+        return sampler
 
     @property
     def drawn(self) -> Sampler:
@@ -257,9 +254,9 @@ class Release(OpenRun):
         """
         if rows is not None and isinstance(ids, set | frozenset):
             raise InvalidInput("ids must be in the order of the examples, and a set has none")
-        found, kind = ids_and_kind(ids, secret=self.secret)
-        if rows not in (None, len(found)):
-            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(found)} ids")
+        units, kind = ids_and_kind(ids, secret=self.secret)
+        if rows not in (None, len(units)):
+            raise InvalidInput(f"ids must name each of the {rows} examples, got {len(units)} ids")
         known = self._kind_of_ids
         if kind and known not in ("", NO_IDS, kind):
             raise InvalidInput(
@@ -267,7 +264,7 @@ class Release(OpenRun):
                 "count as two units, so give the same kind in every step"
             )
         self._new_kind = kind or self._new_kind
-        return found
+        return units
 
     def check_ready(self) -> None:
         """Raise unless the next step may begin."""
@@ -282,8 +279,6 @@ class Release(OpenRun):
                 f"{self.step} steps of this run were released before; load its newest checkpoint "
                 "first (resume)"
             )
-        if self.threshold.settled is not None:
-            self.threshold.check_settled()
 
     def admit(self, ids: Ids | None, *, drop: bool = False, is_partial: bool = False) -> Ticket:
         """Leave to release the next step from these units; its row is written when this returns.
@@ -300,15 +295,15 @@ class Release(OpenRun):
             raise InvalidInput(
                 "units must be named in every step of a run, or in none; give ids= in every step"
             )
-        missing: set[int] = set()
+        ticket = Ticket(step)
         if self.plan.participation.is_sampled and step < self.plan.steps:
-            ids, missing = self._check_draw(step, ids, is_partial=is_partial)
-        admitted = self.guard.take(ids, drop=drop)
-        ticket = self._ticket = Ticket(step, *admitted, missing=missing)
+            ids = self._take_drawn(ticket, ids, self.drawn.draw(step), is_partial=is_partial)
+        ticket.units, ticket.keep = self.guard.take(ids, drop=drop)
+        self._ticket = ticket
         if kind and kind != self._kind_of_ids:
             self.log.append("fact", name="ids", value=kind)
             self._kind_of_ids = kind
-        self._write("step", ticket, None if ids is None else admitted.units)
+        self._write("step", ticket, None if ids is None else ticket.units)
         return ticket
 
     def add_part(self, ticket: Ticket, ids: Ids | None, *, drop: bool = False) -> None:
@@ -317,8 +312,7 @@ class Release(OpenRun):
         if (ids is None) != (self._kind_of_ids == NO_IDS):
             raise InvalidInput("every part of a batch must come with ids, or none; pass ids=")
         if self.plan.participation.is_sampled:
-            assert ids is not None
-            ids = _take_drawn(ticket, ids)
+            ids = self._take_drawn(ticket, ids, ticket.missing, is_partial=True)
         ticket.units, ticket.keep = self.guard.take(ids, drop=drop, is_part=True)
         self._write("part", ticket, None if ids is None else ticket.units)
 
@@ -330,25 +324,28 @@ class Release(OpenRun):
             body["units"] = self.history.lists.encode(ticket.step, units)
         self.log.append(kind, **body)
 
-    def _check_draw(self, step: int, ids: Ids | None, *, is_partial: bool) -> tuple[Ids, set[int]]:
-        """A sampled step must hold exactly the units that our sampler drew."""
-        drawn = self.drawn.handed_out(step)
+    def _take_drawn(
+        self, ticket: Ticket, ids: Ids | None, expected: Ids, *, is_partial: bool
+    ) -> Ids:
+        """The units of a batch, or of a part of it; raises unless they are those expected of the
+        secret draw, all of them or, `is_partial`, some."""
         if ids is None:
             raise ParticipationViolation(
-                f"step {step} has no ids, and a sampled plan must know that our sampler drew the "
-                "batch; pass ids= the indices that private.sampler gave"
+                f"step {ticket.step} has no ids, and a sampled plan must know that our sampler "
+                "drew the batch; pass ids= the indices that private.sampler gave"
             )
-        ids = np.unique(ids) if self.plan.unit == "user" else np.sort(ids)
-        if is_partial:
-            part = Ticket(step, ids, missing=set(drawn.tolist()))
-            return _take_drawn(part, ids), part.missing
-        if not np.array_equal(ids, drawn):
+        units = np.unique(ids)
+        missing = np.setdiff1d(expected, units, assume_unique=True)
+        is_repeated = len(units) < len(ids) and self.plan.unit != "user"
+        is_drawn = len(missing) + len(units) == len(expected) and not is_repeated
+        if not is_drawn or (len(missing) and not is_partial):
             raise ParticipationViolation(
-                f"the batch of step {step} ({len(ids)} units) is not the one that the secret "
-                f"sampler drew ({len(drawn)} units); take the batches from private.sampler, in "
-                "order"
+                f"the batch of step {ticket.step} ({len(ids)} units) is not the one that the "
+                f"secret sampler drew ({len(expected)} units that did not come yet); take the "
+                "batches from private.sampler, in order"
             )
-        return ids, set()
+        ticket.missing = missing
+        return units
 
     def _check_ticket(self, ticket: Ticket) -> None:
         self.check_open()
@@ -362,7 +359,7 @@ class Release(OpenRun):
         time.
         """
         self._check_ticket(ticket)
-        if ticket.missing:
+        if len(ticket.missing):
             raise ParticipationViolation(
                 f"{len(ticket.missing)} units of the secret draw of step {ticket.step} did not "
                 "come; a sampled batch must hold all of them"
@@ -404,14 +401,24 @@ class Release(OpenRun):
         """
         if ticket is None:
             self.check_ready()
-            named = self._kind_of_ids != NO_IDS and not self.plan.participation.is_sampled
-            admitted = self.guard.take(np.empty(0, dtype=np.int64) if named else None)
-            ticket = self._ticket = Ticket(self.step - 1, *admitted)
-            self._write("step", ticket, admitted.units if named else None)
+            units = None if self._kind_of_ids == NO_IDS else NOBODY
+            self.guard.take(units)
+            ticket = self._ticket = Ticket(self.step - 1)
+            self._write("step", ticket, units)
         self._check_ticket(ticket)
         self._discard_noise(ticket.step + 1)
         self._ticket = None
         return ticket.step
+
+    def pass_over_epoch(self) -> int:
+        """Give up the steps up to the next border of an epoch; returns how many these were."""
+        rule = self.plan.participation.base
+        if not isinstance(rule, InEpochs):
+            raise InvalidInput("this plan has no epochs; skip() passes over one step")
+        count = -self.step % rule.steps_per_epoch
+        for _ in range(count):
+            self.pass_over()
+        return count
 
     def _discard_noise(self, until: int) -> None:
         """Draw the noise of steps without a sum as it would have been: later rows depend on it."""
@@ -458,9 +465,9 @@ class Release(OpenRun):
         one that was changed.
         """
         self.check_open()
-        found, state = self.need_folder().saved(), None
-        if found:
-            path, row = found[-1], self._row_of(found[-1])
+        checkpoints, state = self.need_folder().saved(), None
+        if checkpoints:
+            path, row = checkpoints[-1], self._row_of(checkpoints[-1])
             state = load(path, with_secret=True)
             if row is None or state["secret"].get("at") != row["at"]:
                 raise InvalidInput(
@@ -482,13 +489,11 @@ class Release(OpenRun):
         rows = reversed(self.history.of("checkpoint"))
         return next((row for row in rows if row["step"] == step and row["files"] == files), None)
 
-    def keep_in(self, run: Run, steps: Sequence[Ids | None]) -> None:
+    def keep_in(self, run: Path, steps: Sequence[Ids]) -> None:
         """Go on in a new folder with a run in memory, whose steps so far held these units.
 
         Guarantees: where it raises, the run goes on in memory, and nothing is left of the folder.
         """
-        if run is None or self.folder is not None:
-            raise InvalidInput("keep_in takes a run in memory and a folder for it")
         folder, before = RunFolder.of(run), vars(self).copy()
         folder.refuse_strangers()
         made = folder.missing()
@@ -498,15 +503,13 @@ class Release(OpenRun):
             write_bytes(folder.plan_file, self.plan.to_json().encode())
             self.folder, self.history = folder, History(self.plan)
             self.log, self.guard = self.history.open_log(folder), self.history.guard
-            is_named = all(units is not None for units in steps)
             for row in before["log"].rows:
-                if not (is_named and row.get("name") == "ids" and row["value"] == NO_IDS):
+                if row.get("name") != "ids":  # in memory nobody had named them
                     self.log.append(**row)
-            self._kind_of_ids = self.fact("ids") or ""
+            self._kind_of_ids = ""
             for step, units in enumerate(steps):
-                admitted = self.guard.take(units)
-                ticket = Ticket(step, *admitted)
-                self._write("step", ticket, None if units is None else admitted.units)
+                ticket = Ticket(step, *self.guard.take(units))
+                self._write("step", ticket, ticket.units)
             self.write_statement()
         except BaseException:
             if self.log is not before["log"]:
@@ -538,24 +541,11 @@ class Release(OpenRun):
 
     def withdraw(self) -> None:
         """Take back a run that was begun by this object and is refused before its first step."""
-        if not self.step and self._made is not None:
+        if self._is_new and not self.step:
             self.settle("")
             self.log.close()
             if self.folder is not None:
                 self.folder.withdraw(self._made)
-
-
-def _take_drawn(ticket: Ticket, ids: Ids) -> Ids:
-    """The units of a part of a secret draw; raises where one was not drawn, or came before."""
-    units = np.unique(ids)
-    wrong = set(units.tolist()) - ticket.missing
-    if wrong or len(units) < len(ids):
-        raise ParticipationViolation(
-            f"a part of step {ticket.step} holds units that the secret sampler did not draw, or "
-            "that came before; take the batches from private.sampler, in order"
-        )
-    ticket.missing -= set(units.tolist())
-    return units
 
 
 def _names_of_sums(shapes: Mapping[str, Sequence[int]]) -> str:

@@ -19,15 +19,15 @@ from noshuffle.release.folder import RunFolder
 
 def _signed_text(plan: Plan, record: dict[str, Any]) -> bytes:
     """What a signature is of."""
-    told = {name: record[name] for name in ("log_link", "files")}
-    return json.dumps({"plan": plan.hash, **told}, sort_keys=True, separators=(",", ":")).encode()
+    parts = {name: record[name] for name in ("log_link", "files")}
+    return json.dumps({"plan": plan.hash, **parts}, sort_keys=True, separators=(",", ":")).encode()
 
 
 def _files(folder: RunFolder) -> dict[str, str]:
     """Digests of the files beside the log, which its newest link is of."""
     apart = {folder.log_file, folder.signature_file, folder.secret_file}
-    found = [p for p in sorted(folder.path.iterdir()) if p.is_file() and p.name[0] != "."]
-    return {file.name: file_digest(file) for file in found if file not in apart}
+    files = [p for p in sorted(folder.path.iterdir()) if p.is_file() and p.name[0] != "."]
+    return {file.name: file_digest(file) for file in files if file not in apart}
 
 
 def write_signature(folder: RunFolder, plan: Plan, link: str, key: Any) -> None:
@@ -61,20 +61,22 @@ def private_key(path: Path) -> Any:
 def signature_failure(
     folder: RunFolder, plan: Plan, link: str, *, public_key: bytes | None
 ) -> str | None:
-    """What is wrong with the signature in the folder; None if it holds. Raises if there is none.
+    """What is wrong with the signature in the folder; None if it holds.
 
     `public_key` is the one that must have signed; without it the one in the file is taken.
     """
     from cryptography.exceptions import InvalidSignature
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
 
-    record = read_json(folder.signature_file)
     try:
-        told = bytes.fromhex(record["public_key"])
-        if public_key not in (told, None):
+        record = read_json(folder.signature_file)
+        signer = bytes.fromhex(record["public_key"])
+        if public_key not in (signer, None):
             return "signature.json was made with another key than the one given"
         text = _signed_text(plan, record)
-        Ed25519PublicKey.from_public_bytes(told).verify(bytes.fromhex(record["signature"]), text)
+        Ed25519PublicKey.from_public_bytes(signer).verify(bytes.fromhex(record["signature"]), text)
+    except InvalidInput as error:
+        return f"signature.json cannot be read: {error}"
     except (InvalidSignature, KeyError, ValueError, TypeError) as error:
         return f"the signature does not hold ({type(error).__name__})"
     if record["log_link"] != link:
@@ -92,8 +94,8 @@ def public_bytes(given: str | Path) -> bytes:
         if isinstance(given, str) and len(given) == 64 and not Path(given).exists():
             return bytes.fromhex(given)
         key: Any = form.load_pem_public_key(Path(given).read_bytes())
-        found: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
-        return found
+        raw: bytes = key.public_bytes(form.Encoding.Raw, form.PublicFormat.Raw)
+        return raw
     except (OSError, ValueError) as error:
         raise InvalidInput(
             f"public_key must be a PEM file or 64 hex digits, got {given} ({error})"

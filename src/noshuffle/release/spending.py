@@ -159,7 +159,7 @@ def spent(
         raise InvalidInput("a fork must keep the unit and the neighbours of the run it came from")
     mus = [part.mu for part in parts if part.mu is not None]
     inherited = [note for one in ancestors if one.released for note in one.notes]
-    inherited += [said for part in before for said in of_stops(part.assumptions)]
+    inherited += [sentence for part in before for sentence in of_stops(part.assumptions)]
     own = own.with_assumptions(words, *map(_inherited, inherited))
     own = replace(own, participation_checked=all(part.participation_checked for part in parts))
     if len(mus) == len(parts) and own.accountant == "exact":
@@ -216,7 +216,7 @@ _SENTENCES = (
 
 def notes_of(facts: Mapping[str, str | None]) -> tuple[str, ...]:
     """The sentences that recorded facts add to a statement."""
-    notes = [said for name, value, said in _SENTENCES if facts.get(name) == value]
+    notes = [sentence for name, value, sentence in _SENTENCES if facts.get(name) == value]
     identity = facts.get(USER_IDENTITY)
     if identity is not None:
         notes.append(user_note(identity))

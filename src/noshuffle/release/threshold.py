@@ -30,7 +30,8 @@ State: the threshold and the estimate.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from noshuffle.clipping import Clip, ClippedSum, Flat
@@ -57,6 +58,39 @@ from noshuffle.strategies.tree import Tree
 COUNT = "(clip count)"
 
 
+@dataclass(frozen=True)
+class FixedClip:
+    """A clip as it was when the run began, which the noise is made for.
+
+    Guarantees: what happens to the mapping or object behind it later changes nothing.
+    """
+
+    limits: Groups
+    norm: float
+
+    def groups(self, names: Sequence[str]) -> Groups:
+        return self.limits
+
+    def bound(self, names: Sequence[str]) -> float:
+        return self.norm
+
+
+def fixed(clip: Clip, names: Sequence[str]) -> Clip:
+    """The clip of these sums; raises where its groups allow more than its bound."""
+    if type(clip) is Flat:
+        return clip
+    limits = [(tuple(own), float(norm)) for own, norm in clip.groups(names)]
+    bound, whole = float(clip.bound(names)), math.hypot(*(norm for _, norm in limits))
+    if sorted(name for own, _ in limits for name in own) != sorted(names):
+        raise InvalidInput(f"{clip!r} must have every parameter in one of its groups, once")
+    if not whole <= bound * (1.0 + 1e-9):
+        raise InvalidInput(
+            f"{clip!r} clips its groups to {whole:g} in all and states a bound of {bound:g}, which "
+            "the noise is made for; let bound() be the larger one"
+        )
+    return FixedClip(limits, bound)
+
+
 class Threshold:
     """What to clip to in the coming step."""
 
@@ -64,53 +98,15 @@ class Threshold:
     #: counts are paid for out of the plan's budget.
     is_adaptive = False
 
-    #: Names, groups and bound of a clip that could move by itself; None of one that cannot.
-    settled: tuple[tuple[str, ...], Groups, float] | None = None
-
     #: Of the run, for the noise on counts.
     keys: Keys
 
     def __init__(self, clip: Clip) -> None:
         self.clip = clip
 
-    def settle(self, names: tuple[str, ...]) -> None:
-        """Keep what the noise is made for, and raise where the groups allow more than the bound."""
-        if type(self.clip) is Flat:
-            return
-        groups, bound = self._limits(names)
-        whole = math.hypot(*(norm for _, norm in groups))
-        if sorted(name for own, _ in groups for name in own) != sorted(names):
-            raise InvalidInput(
-                f"{self.clip!r} must have every parameter in one of its groups, once"
-            )
-        if not whole <= bound * (1.0 + 1e-9):
-            raise InvalidInput(
-                f"{self.clip!r} clips its groups to {whole:g} in all and states a bound of "
-                f"{bound:g}, which the noise is made for; let bound() be the larger one"
-            )
-        self.settled = names, groups, bound
-
-    def _limits(self, names: tuple[str, ...]) -> tuple[Groups, float]:
-        groups = [(tuple(own), float(norm)) for own, norm in self.clip.groups(names)]
-        return groups, float(self.clip.bound(names))
-
-    def check_settled(self) -> None:
-        """Raise if the clip is not what the noise was made for (a mapping that was written to)."""
-        assert self.settled is not None
-        names, groups, bound = self.settled
-        if self._limits(names) != (groups, bound):
-            raise InvalidInput(
-                f"the clip norms changed after the run began, and its noise is made for a bound of "
-                f"{bound:g}; put them back, or give clip_norm= one number for every step"
-            )
-
     def noise_scale(self, plan: Plan, names: tuple[str, ...]) -> float:
         """Standard deviation of one row of noise."""
         return plan.noise_multiplier * self.clip.bound(names)
-
-    def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """The raw numbers that a step is about to be learned from; none for a constant."""
-        return []
 
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Take in the norms of a step (nothing to do for a constant)."""
@@ -161,10 +157,6 @@ class AdaptiveThreshold(Threshold):
         ratio = count_ratio(plan)
         return gradient_multiplier(plan.noise_multiplier, bit_noise=self.config.noise * ratio)
 
-    def count(self, clipped: list[ClippedSum]) -> list[float]:
-        """Σ over units of (1 if the norm is at most the threshold, else 0) − ½."""
-        return [sum(shifted_count(c.norms, self.state, present=c.present) for c in clipped)]
-
     def learn(self, clipped: list[ClippedSum], *, step: int) -> None:
         """Count, add noise, move.
 
@@ -172,10 +164,12 @@ class AdaptiveThreshold(Threshold):
         noisy count is on the grid of its noise before anything is made of it, since two thresholds
         give it back to the last bit.
         """
-        counts, source = self.count(clipped), self.keys.source_of_step(step)
+        # Σ over units of (1 if the norm is at most the threshold, else 0) − ½
+        count = sum(shifted_count(c.norms, self.state, present=c.present) for c in clipped)
+        source = self.keys.source_of_step(step)
         if self._adders is None or self._adders[0] != source:
             self._adders = source, source.adders(name=COUNT, scale=self.config.noise)
-        noisy = self._adders[1](step)(*counts)
+        noisy = self._adders[1](step)(count)
         may_change = (step + 1) % self._every == 0  # else the noise of a tree would not cancel
         self.state = update(self.state, noisy, config=self.config, may_change=may_change)
 
@@ -193,11 +187,11 @@ def changes_every(strategy: Strategy) -> int:
     return (strategy.restart_every or 0) if isinstance(strategy, Tree) else 0
 
 
-def threshold_for(clip: Clip | QuantileClip, plan: Plan) -> Threshold:
+def threshold_for(clip: Clip | QuantileClip, plan: Plan, names: Sequence[str]) -> Threshold:
     """A constant clip, or one that follows a quantile."""
     if isinstance(clip, QuantileClip):
         return AdaptiveThreshold(clip, plan)
-    return Threshold(clip)
+    return Threshold(fixed(clip, names))
 
 
 def count_ratio(plan: Plan) -> float:

@@ -37,6 +37,7 @@ from noshuffle.errors import HorizonExceeded, InvalidInput, ParticipationViolati
 from noshuffle.participation import Mask, Participation, Seen
 
 Ids = NDArray[np.int64]
+NOBODY: Ids = np.empty(0, dtype=np.int64)
 #: Integers below this have their place in an array.
 _SMALL = 2**24
 #: Units of earlier steps that lists may refer to.
@@ -132,13 +133,13 @@ class UnitTable:
         is_small = _are_small(units)
         if is_small is None:
             return Seen(*self._small_rows(units)[:, units])
-        found = _rows(len(units))
+        rows = _rows(len(units))
         small = units[is_small]
-        found[:, is_small] = self._small_rows(small)[:, small]
+        rows[:, is_small] = self._small_rows(small)[:, small]
         at = np.array([self._places.get(u, -1) for u in units[~is_small].tolist()], dtype=np.int64)
         known = np.flatnonzero(~is_small)[at >= 0]
-        found[:, known] = self._large[:, at[at >= 0]]
-        return Seen(*found)
+        rows[:, known] = self._large[:, at[at >= 0]]
+        return Seen(*rows)
 
     def update(self, units: Ids, *, step: int, first: Mask) -> None:
         """These distinct units took part in a step; `first` says for whom it counts as first."""
@@ -227,7 +228,7 @@ class Guard:
             )
         if ids is None or rule.is_sampled:
             self.steps = step + 1
-            return Admitted(np.empty(0, dtype=np.int64) if ids is None else ids, None)
+            return Admitted(NOBODY if ids is None else ids, None)
         units, repeats = distinct(ids, step=step, groups=self._groups, drop=drop)
         seen = self.table.look_up(units)
         mask = rule.admits(step, seen) & (seen.last < step)
@@ -237,7 +238,7 @@ class Guard:
         if repeats is not None or not mask.all():
             keep = mask[np.searchsorted(units, ids)]
             keep &= True if repeats is None else ~repeats
-            units, seen = units[mask], Seen(*(own[mask] for own in seen))
+            units, seen = units[mask], Seen(*(column[mask] for column in seen))
         self.table.update(units, step=step, first=rule.begins_anew(step, seen))
         self.steps = step + 1
         return Admitted(units, keep)
@@ -249,7 +250,7 @@ class Guard:
     def why_not(self, unit: int, step: int | None = None) -> str:
         """The rule that a unit would break."""
         record = self.table.look_up(np.array([unit], dtype=np.int64))
-        first, last, count = (int(own[0]) for own in record)
+        first, last, count = (int(column[0]) for column in record)
         step = self.steps if step is None else step
         if last == step:
             return "it is in another part of this step already"
@@ -321,18 +322,18 @@ class UnitLists:
                 return width + base64.b64encode(gaps.astype(form).tobytes()).decode()
         return "8" + base64.b64encode(units.astype("<i8").tobytes()).decode()
 
-    def decode(self, step: int, told: Any) -> Ids:
+    def decode(self, step: int, encoded: Any) -> Ids:
         """The list that `encode` wrote; ValueError, KeyError or TypeError for anything else."""
-        if isinstance(told, list):
-            first, end = told
+        if isinstance(encoded, list):
+            first, end = encoded
             return np.arange(first, end, dtype=np.int64)
-        if isinstance(told, int):
-            return self._lists[told]
-        data = base64.b64decode(told[1:], validate=True)
-        if told[0] == "8":
+        if isinstance(encoded, int):
+            return self._lists[encoded]
+        data = base64.b64decode(encoded[1:], validate=True)
+        if encoded[0] == "8":
             units = np.frombuffer(data, dtype="<i8").astype(np.int64)
         else:
-            units = np.cumsum(np.frombuffer(data, dtype=_WIDTHS[told[0]]), dtype=np.int64)
+            units = np.cumsum(np.frombuffer(data, dtype=_WIDTHS[encoded[0]]), dtype=np.int64)
         self._remember(step, units)
         return units
 

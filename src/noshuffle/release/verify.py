@@ -14,7 +14,7 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -115,97 +115,97 @@ def verify(path: str | Path, *, public_key: str | Path | None = None) -> Verdict
     if not run.path.is_dir():  # a slip in the name refutes nothing
         raise InvalidInput(f"{path} is not a folder; give a run folder")
     wanted = None if public_key is None else public_bytes(public_key)
-    found = [phase for phase in run.path.glob("phase-*") if phase.name[6:].isdecimal()]
-    phases = sorted(found, key=lambda phase: int(phase.name[6:]))
+    folders = [phase for phase in run.path.glob("phase-*") if phase.name[6:].isdecimal()]
+    phases = sorted(folders, key=lambda phase: int(phase.name[6:]))
     if phases and not run.plan_file.exists():
         return _together(str(path), [verify(phase, public_key=public_key) for phase in phases])
     try:
-        plan = run.plan()
+        history = History(run.plan())
     except Unsupported:
         raise  # a mechanism that is not known here refutes nothing
     except NoshuffleError as error:
         if not run.plan_file.exists():
             raise
         return Verdict(str(path), (f"plan.json cannot be read: {error}",))
-    refuted = []
-    if run.plan_file.read_bytes() != plan.to_json().encode():
-        refuted.append("plan.json is not in canonical form: it was edited")
-    told, wrong = _told(run)
-    refuted += wrong
-    history, unchecked = History(plan), [OLD_COPY]
+    refuted: list[str] = []
+    unchecked = [OLD_COPY]
+    plan = history.plan
+    try:
+        for contradiction in _contradictions(run, history, wanted, unchecked):
+            refuted.append(contradiction)
+        statement = history.statement()
+    except Unsupported:
+        raise  # nor does one of a run that this one was forked from
+    except (NoshuffleError, ValueError, KeyError, TypeError) as error:
+        return Verdict(str(path), (*refuted, str(error)), planned=plan.steps)
+    void = statement.not_private
+    if not plan.noise_multiplier:
+        void = void or ("the plan has no noise",)
+    return Verdict(
+        str(path),
+        tuple(refuted),
+        tuple(unchecked),
+        void,
+        is_signed=run.signature_file.exists(),
+        participation_checked=statement.participation_checked,
+        released=history.steps,
+        planned=plan.steps,
+        epsilon=statement.epsilon,
+        delta=statement.delta,
+    )
+
+
+def _contradictions(
+    run: RunFolder, history: History, public_key: bytes | None, unchecked: list[str]
+) -> Iterator[str]:
+    """Walk the log from its first row on, and say what contradicts the statement.
+
+    Raises where nothing behind a line can be read any more. What cannot be shown goes to
+    `unchecked`.
+    """
+    if run.plan_file.read_bytes() != history.plan.to_json().encode():
+        yield "plan.json is not in canonical form: it was edited"
+    stated: dict[str, Any] = {}
+    try:
+        stated = {**read_json(run.statement_file)}
+        if run.statement_file.read_bytes() != as_json(stated):  # two values of a name, say
+            yield "statement.json is not as a run writes it: it was edited"
+    except FileNotFoundError:
+        yield "statement.json is missing"
+    except (InvalidInput, TypeError) as error:
+        yield f"statement.json cannot be read: {error}"
+    if not run.log_file.exists():
+        raise VerificationFailed("log.jsonl is missing")
     expected: dict[str, Any] | None = None
     link = ""
     try:
         for row in read(run.log_file):
             history.add(row)
             link = row["link"]
-            if link == told.get("log_link"):
+            if link == stated.get("log_link"):
                 expected = history.statement_record(link=link)
-        refuted += [*_header(history), *_checkpoints(run, history)]
     except Damaged as damage:
         if not damage.is_torn:
-            return Verdict(str(path), (*refuted, str(damage)), planned=plan.steps)
+            raise
         unchecked.append("the last line of the log, which is torn: it is no step of the run")
-    except FileNotFoundError:
-        return Verdict(str(path), (*refuted, "log.jsonl is missing"), planned=plan.steps)
-    except Unsupported:
-        raise  # nor does one of a run that this one was forked from
-    except (NoshuffleError, ValueError, KeyError, TypeError) as error:
-        return Verdict(str(path), (*refuted, str(error)), planned=plan.steps)
-    if told:
-        refuted += _disagreements(told, expected)
-        if not refuted and told["released_steps"] != history.steps:
+    yield from _header(history)
+    yield from _newest_checkpoint(run, history)
+    if stated:
+        yield from _disagreements(stated, expected)
+        if stated.get("released_steps") != history.steps:
             unchecked.append(
-                f"the last save: statement.json covers {told['released_steps']} steps, and ε above "
-                f"is that of all {history.steps} in the log"
+                f"the last save: statement.json covers {stated.get('released_steps')} steps, and ε "
+                f"above is that of all {history.steps} in the log"
             )
     is_signed = run.signature_file.exists()
-    if is_signed or wanted is not None:
-        refuted += _signature(run, history, link, wanted)
-    if wanted is None:
-        unchecked.append("whose signature it is (give public_key=)" if is_signed else UNSIGNED)
-    verdict = Verdict(str(path), tuple(refuted), tuple(unchecked), is_signed=is_signed)
-    try:
-        said = history.statement()
-    except (NoshuffleError, ValueError, KeyError, TypeError) as error:
-        return replace(verdict, refuted=(*refuted, f"no statement follows from the log: {error}"))
-    void = said.not_private or (("the plan has no noise",) if not plan.noise_multiplier else ())
-    return replace(
-        verdict,
-        not_private=void,
-        participation_checked=said.participation_checked,
-        released=history.steps,
-        planned=plan.steps,
-        epsilon=said.epsilon,
-        delta=said.delta,
-    )
-
-
-def _told(run: RunFolder) -> tuple[dict[str, Any], list[str]]:
-    """What statement.json says, and what is wrong with the file."""
-    try:
-        told = {**read_json(run.statement_file)}
-    except FileNotFoundError:
-        return {}, ["statement.json is missing"]
-    except (InvalidInput, TypeError) as error:
-        return {}, [f"statement.json cannot be read: {error}"]
-    if run.statement_file.read_bytes() != as_json(told):  # two values of a name, say
-        return told, ["statement.json is not as a run writes it: it was edited"]
-    return told, []
-
-
-def _signature(
-    run: RunFolder, history: History, link: str, public_key: bytes | None
-) -> Iterator[str]:
-    if not run.signature_file.exists():
+    if public_key is not None and not is_signed:
         yield "there is no signature.json in the folder"
-        return
-    try:
+    elif is_signed:
         wrong = signature_failure(run, history.plan, link, public_key=public_key)
-    except (OSError, ValueError) as error:
-        wrong = f"signature.json cannot be read: {error}"
-    if wrong is not None:
-        yield wrong
+        if wrong is not None:
+            yield wrong
+    if public_key is None:
+        unchecked.append("whose signature it is (give public_key=)" if is_signed else UNSIGNED)
 
 
 def _header(history: History) -> Iterator[str]:
@@ -234,26 +234,26 @@ def _bound(clip: str) -> float | None:
         return None
 
 
-def _disagreements(told: dict[str, Any], expected: dict[str, Any] | None) -> Iterator[str]:
+def _disagreements(stated: dict[str, Any], expected: dict[str, Any] | None) -> Iterator[str]:
     """statement.json against the one that followed from the log when it was written."""
     if expected is None:
         yield "the log lacks the row that statement.json was written after: it was cut or made anew"
         return
     expected = json.loads(json.dumps(expected))
-    for name in sorted(expected.keys() | told.keys()):
-        if not _agree(told.get(name), expected.get(name)):
-            yield f"statement.json says {name} = {told.get(name)}, the log {expected.get(name)}"
+    for name in sorted(expected.keys() | stated.keys()):
+        if not _agree(stated.get(name), expected.get(name)):
+            yield f"statement.json says {name} = {stated.get(name)}, the log {expected.get(name)}"
 
 
-def _agree(told: Any, expected: Any) -> bool:
+def _agree(stated: Any, expected: Any) -> bool:
     """Equal, and of one kind in JSON (1 is not true); for numbers with a point up to the last
     digits that another machine may round differently."""
-    if isinstance(told, float) and isinstance(expected, float):
-        return math.isclose(told, expected, rel_tol=1e-9, abs_tol=0.0)
-    return type(told) is type(expected) and bool(told == expected)
+    if isinstance(stated, float) and isinstance(expected, float):
+        return math.isclose(stated, expected, rel_tol=1e-9, abs_tol=0.0)
+    return type(stated) is type(expected) and bool(stated == expected)
 
 
-def _checkpoints(run: RunFolder, history: History) -> Iterator[str]:
+def _newest_checkpoint(run: RunFolder, history: History) -> Iterator[str]:
     """The newest checkpoint is one that the run noted."""
     for path in run.saved()[-1:]:
         noted = [row for row in history.of("checkpoint") if row["step"] == step_of(path)]

@@ -101,11 +101,10 @@ def _canaries(part: Part) -> Told:
 
 
 def _membership(part: Part) -> Told:
-    most = ", and the most that any attack could under the claim"
     caption = (
         f"Loss-threshold attack on the final model ({part['members']:,} members, "
-        f"{part['others']:,} others): the share of members that it finds"
-        f"{'' if part['claimed_mu'] is None else most}."
+        f"{part['others']:,} others): the share of members that it finds, and the most that any "
+        "attack could under the claim."
     )
     return [(f"{part['area']:.3f}", "area under the attack's curve")], [(_roc(part), caption)]
 
@@ -138,9 +137,8 @@ def _roc(axes: Axes, part: Part) -> None:
     x, y = zip(*part["curve"])
     axes.plot([0, 1], [0, 1], color=MUTED, lw=1, ls=":", label="guessing")
     axes.plot(x, y, color=ACCENT, label="attack")
-    if part["claimed_mu"] is not None:
-        rates = np.linspace(1e-4, 1 - 1e-4, 200)
-        axes.plot(rates, ndtr(ndtri(rates) + part["claimed_mu"]), color=WARM, label="claim allows")
+    rates = np.linspace(1e-4, 1 - 1e-4, 200)
+    axes.plot(rates, ndtr(ndtri(rates) + part["claimed_mu"]), color=WARM, label="claim allows")
     axes.set(xlabel="false positives", ylabel="members found", xlim=(0, 1), ylim=(0, 1))
     axes.legend(frameon=False)
 

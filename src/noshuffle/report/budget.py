@@ -29,10 +29,7 @@ def _spending(axes: Axes, budget: Budget) -> None:
 
     finite = [entry for entry in budget.entries() if math.isfinite(entry.cost.mu)]
     heights = running(finite, budget.delta)
-    colours = [
-        WARM if entry.not_private else MUTED if entry.is_open else ACCENT for entry in finite
-    ]
-    void = "; red: NOT PRIVATE" if WARM in colours else ""
+    colours = [MUTED if entry.is_open else ACCENT for entry in finite]
     axes.bar(range(1, len(finite) + 1), heights, color=colours, width=0.8)
     axes.xaxis.set_major_locator(MaxNLocator(integer=True))
     axes.axhline(budget.epsilon, color=WARM, lw=1.4)
@@ -41,7 +38,7 @@ def _spending(axes: Axes, budget: Budget) -> None:
         xycoords=("axes fraction", "data"),
     )  # fmt: skip
     axes.set(
-        xlabel=f"runs so far (grey: under way, as reserved{void})",
+        xlabel="runs so far (grey: under way, as reserved)",
         ylabel=f"ε together (δ = {up(budget.delta)})",
         ylim=(0, 1.15 * budget.epsilon),
         xlim=(0.3, max(len(finite), 4) + 0.7),

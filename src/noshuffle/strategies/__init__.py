@@ -1,7 +1,7 @@
 """Strategies: how noise is correlated over time. Matrices only; no torch, no accounting.
 
-    builders    identity, release_each, release_sums, tree, sqrt_toeplitz, banded, banded_inverse,
-                blt, two_sided, dense, column_normalized
+    builders    identity, release_sums, tree, sqrt_toeplitz, banded, banded_inverse, blt, dense,
+                column_normalized
     measures    sensitivity(strategy, participation), prefix_sensitivity(…, steps),
                 error(strategy, steps, workload=…)
     workloads   prefix, momentum, Workload
@@ -15,11 +15,11 @@ import sys
 from types import ModuleType
 
 from noshuffle.strategies.base import Strategy, column_normalized
-from noshuffle.strategies.blt import blt, two_sided
+from noshuffle.strategies.blt import blt
 from noshuffle.strategies.custom import register
 from noshuffle.strategies.dense import dense
 from noshuffle.strategies.error import error
-from noshuffle.strategies.identity import identity, release_each, release_sums
+from noshuffle.strategies.identity import identity, release_sums
 from noshuffle.strategies.registry import from_dict
 from noshuffle.strategies.sensitivity import prefix_sensitivity, sensitivity
 from noshuffle.strategies.toeplitz import banded, banded_inverse, sqrt_toeplitz
@@ -41,12 +41,10 @@ __all__ = [
     "prefix",
     "prefix_sensitivity",
     "register",
-    "release_each",
     "release_sums",
     "sensitivity",
     "sqrt_toeplitz",
     "tree",
-    "two_sided",
 ]
 
 

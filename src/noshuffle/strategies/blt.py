@@ -24,7 +24,7 @@ beyond the buffers of the filter. Such a record is named "blt_two_sided".
 array([1.   , 0.3  , 0.22 , 0.178])
 >>> bool(np.allclose(strategy.noising(5) @ strategy.encoder(5), np.eye(5)))
 True
->>> strategy = two_sided((0.5,), (0.3,), gains=(1.0, 1.0, 2.0), draw_gains=(1.0, 3.0, 1.0))
+>>> strategy = blt((0.5,), (0.3,), gains=(1.0, 1.0, 2.0), draw_gains=(1.0, 3.0, 1.0))
 >>> strategy.encoder(3)
 array([[1.  , 0.  , 0.  ],
        [0.9 , 3.  , 0.  ],
@@ -258,30 +258,12 @@ def scales_from_poles(decays: Numbers, inverse_decays: Numbers) -> Array:
     return np.asarray(products / np.prod(between, axis=1), dtype=np.float64)
 
 
-#: Buffered linear Toeplitz noise from the encoder's decays θ and scales ω.
+#: Buffered linear Toeplitz noise from the encoder's decays θ and scales ω, with taps and gains.
 blt = Blt
 
 
-def two_sided(
-    decays: Numbers,
-    scales: Numbers,
-    taps: Numbers = (),
-    lag: int = 0,
-    gains: Numbers = (),
-    draw_gains: Numbers = (),
-) -> Blt:
-    """BLT noise with the gains g of the steps and the gains a of the draws."""
-    return Blt(decays, scales, taps, lag, draw_gains, gains=gains)  # type: ignore[arg-type]
-
-
 def blt_from_poles(
-    decays: Numbers,
-    inverse_decays: Numbers,
-    *,
-    taps: Numbers = (),
-    lag: int = 0,
-    gains: Numbers = (),
-    normalized: int = 0,
+    decays: Numbers, inverse_decays: Numbers, *, taps: Numbers = (), lag: int = 0
 ) -> Blt:
     """The BLT whose encoder has decays θ and whose noise has decays θ̂, interlaced downwards."""
     theta, hat = number_tuple(decays=decays), number_tuple(inverse_decays=inverse_decays)
@@ -293,4 +275,4 @@ def blt_from_poles(
             f"decays {theta} and inverse decays {hat}"
         )
     scales = tuple(scales_from_poles(theta, hat))
-    return Blt(theta, scales, tuple(taps), lag, gains=tuple(gains), normalized=normalized)
+    return Blt(theta, scales, tuple(taps), lag)

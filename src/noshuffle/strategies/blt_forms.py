@@ -4,8 +4,7 @@ A BLT is given by the gaps 1 − θ_j and 1 − θ̂_j of its interlaced poles, 
 1 − 1e-8 keep all their digits. With G(z, n) = Σ_{i<n} z^i and W(z, n) = Σ_{i<n} (n−i) z^i,
 
     C(x) = κ + Σ_j r_j / (1 − θ_j x)            c_i c_l-sums become r_j r_l G(θ_j θ_l, ·)
-    A(x)/C(x) = Σ_j β_j / (1 − p_j x)           max² = Σ β_j β_l G(p_j p_l, n)
-                                                n·rms² = Σ β_j β_l W(p_j p_l, n)
+    A(x)/C(x) = Σ_j β_j / (1 − p_j x)           n·rms² = Σ β_j β_l W(p_j p_l, n)
 
 where p runs over 1, the momentum β if there is one, and θ̂. All cost O(k d²) whatever n is, and
 O(k² d²) with taps (k participations, blocks of b steps; a block of c is again a sum of d
@@ -121,27 +120,9 @@ def sensitivity_squared(
         )
 
     total = stretch(k - 1, k, last)
-    if k - 1 > _CHUNK and np.min(block_gap.real) * k > 1e-3:
-        return total + _many_stretches(r, constant, block_gap, geometric(pair, b), k - 1)
     for first in range(0, k - 1, _CHUNK):
         total = total + stretch(first, min(first + _CHUNK, k - 1), b)
     return total
-
-
-def _many_stretches(
-    r: Numbers, constant: Numbers, block_gap: Numbers, inner: Numbers, count: int
-) -> Numbers:
-    """Σ_{s<count} of the stretches above, by Σ_s G(z,s+1) = W(z,count) and
-    Σ_s G(y,s+1)G(z,s+1) = (count − yG(y) − zG(z) + yzG(yz)) / ((1−y)(1−z)), G at count.
-    """
-    z = 1 - block_gap
-    single = z * geometric(block_gap, count)
-    both = (1 - pairs(block_gap)) * geometric(pairs(block_gap), count)
-    table = count - single[..., :, None] - single[..., None, :] + both
-    table = table / (block_gap[..., :, None] * block_gap[..., None, :])
-    square = np.sum(r[..., :, None] * r[..., None, :] * table * inner, axis=(-1, -2))
-    line = np.sum(r * weighted(block_gap, count), axis=-1)
-    return np.asarray(square + 2 * constant * line + count * constant**2)
 
 
 def block_gram(
@@ -193,16 +174,15 @@ def squared_error(
     *,
     steps: int,
     momentum: float = 0.0,
-    is_max: bool = False,
     taps: Numbers | None = None,
     lag: int = 0,
 ) -> Numbers:
-    """max² or rms² of A·C⁻¹ for prefix sums or momentum at a constant learning rate.
+    """rms² of A·C⁻¹ for prefix sums or momentum at a constant learning rate.
 
     With taps the coefficients are Σ_m s_m b_{i − m lag}; their weighted squares are quadratic in
     s, with b_i b_{i+D} = Σ β_j β_l p_l^D (p_j p_l)^i inside a shorter horizon.
     """
-    options: dict[str, Any] = {"steps": steps, "is_max": is_max, "taps": taps, "lag": lag}
+    options: dict[str, Any] = {"steps": steps, "taps": taps, "lag": lag}
     one = np.zeros((*hat.shape[:-1], 1))
     if not momentum:
         return _error_from_poles(np.concatenate([one, hat], axis=-1), gap, **options)
@@ -218,59 +198,41 @@ def squared_error(
     return np.asarray((low + high) / 2)
 
 
-def _error_from_poles(
-    poles: Numbers, gap: Numbers, *, steps: int, is_max: bool, taps: Any, lag: int
-) -> Numbers:
+def _error_from_poles(poles: Numbers, gap: Numbers, *, steps: int, taps: Any, lag: int) -> Numbers:
     lead = poles.shape[:-1]
     beta = residues(poles, gap)
     outer = beta[..., :, None] * beta[..., None, :]
-    sum_fn = geometric if is_max else weighted
-    scale = 1.0 if is_max else float(steps)
     if taps is None or not lag:
-        return np.asarray(np.sum(outer * sum_fn(pairs(poles), steps), axis=(-1, -2)) / scale)
+        return np.asarray(np.sum(outer * weighted(pairs(poles), steps), axis=(-1, -2)) / steps)
     s = np.concatenate([np.ones((*lead, 1)), taps], axis=-1)[..., : -(-steps // lag)]
     m = np.arange(s.shape[-1])
     horizon = (steps - m * lag).reshape(-1, 1, 1).astype(np.float64)
-    forms = outer[..., None, :, :] * sum_fn(pairs(poles)[..., None, :, :], horizon)
+    forms = outer[..., None, :, :] * weighted(pairs(poles)[..., None, :, :], horizon)
     power = 1 + expm1(m[:, None] * lag * log1p(-poles)[..., None, :])
     table = np.sum(forms, axis=-2) @ np.swapaxes(power, -1, -2)  # [m, D]
     later, earlier = np.tril_indices(len(m))
     weight = np.where(later == earlier, 1.0, 2.0)
     total = weight * s[..., later] * s[..., earlier] * table[..., later, later - earlier]
-    return np.asarray(np.sum(total, axis=-1) / scale)
+    return np.asarray(np.sum(total, axis=-1) / steps)
 
 
-def series(gap: Numbers, hat: Numbers, steps: int) -> Numbers:
-    """First coefficients of Π(1 − ĥx)/Π(1 − px), p = 1 − gap, ĥ = 1 − hat, equally many."""
-    r, constant = encoder_parts(gap, hat)
-    power = 1 + expm1(np.arange(steps) * log1p(-gap)[..., None])
-    out = np.asarray(np.sum(r[..., None] * power, axis=-2))
-    out[..., 0] += constant
-    return out
+def step_errors(gap: Numbers, hat: Numbers, rates: Numbers, *, momentum: float) -> Numbers:
+    """Squared error of every step under learning rates η and momentum β > 0, in O(n d).
 
-
-def step_errors(gap: Numbers, hat: Numbers, rates: Numbers, *, momentum: float = 0.0) -> Numbers:
-    """Squared error of every step under learning rates η and momentum, in O(n d).
-
-    With f = C⁻¹(x) / (1 − βx) = const + Σ φ_j / (1 − p_j x), row t of the error matrix grows by
+    With f = C⁻¹(x) / (1 − βx) = Σ φ_j / (1 − p_j x), row t of the error matrix grows by
     B[t, s] = B[t−1, s] + η_t f_{t−s}. So its square grows by 2 η_t Σ_j φ_j p_j h_j(t−1) +
     η_t² Σ_{i<=t} f_i², where h_j(t) = Σ_s B[t, s] p_j^{t−s} is a first-order recursion.
     """
     from scipy.signal import lfilter  # a second to import, and complex numbers need it
 
     n = rates.shape[-1]
-    if momentum:
-        own = 1.0 - momentum
-        nearest = np.min(np.abs(hat.real - own), axis=-1)
-        own_gap = np.where(nearest < 1e-8, own + 1e-7, own)[..., None]
-        poles = np.concatenate([own_gap, hat], axis=-1)
-        phi, constant = residues(poles, gap), np.zeros(hat.shape[:-1])
-    else:
-        poles = hat
-        phi, constant = encoder_parts(hat, gap)
+    own = 1.0 - momentum
+    nearest = np.min(np.abs(hat.real - own), axis=-1)
+    own_gap = np.where(nearest < 1e-8, own + 1e-7, own)[..., None]
+    poles = np.concatenate([own_gap, hat], axis=-1)
+    phi = residues(poles, gap)
     power = 1 + expm1(np.arange(n) * log1p(-poles)[..., None])
     f = np.sum(phi[..., None] * power, axis=-2)
-    f[..., 0] += constant
     source = rates[..., None, :] * np.cumsum(f[..., None, :] * power, axis=-1)
     cross = np.zeros(np.broadcast_shapes(f.shape, rates.shape), dtype=np.result_type(f, rates))
     for index in np.ndindex(*poles.shape):

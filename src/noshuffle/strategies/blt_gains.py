@@ -22,7 +22,7 @@ each a first-order recursion, one gets for s' = s + qb > s
 the first term is what column s gathered before step s', the second what both do afterwards.
 
 Sensitivity. A unit at place j touches the columns j + lb; their inner products are partial sums
-of c_i c_{i+Db}, hence S_j² = Σ_D (2 − [D=0]) Σ_l g_{j+lb} g_{j+(l+D)b} |Σ_i c_i c_{i+Db}|.
+of a² c_i c_{i+mb} (`classes_squared`).
 """
 
 from __future__ import annotations
@@ -48,51 +48,14 @@ def _backward(x: Array, decay: float) -> Array:
     return decaying(x[::-1], decay)[::-1]
 
 
-def sensitivity_classes(
-    c: Array, g: Array, *, epochs: int, smoothing: float = 0.0
-) -> tuple[Array, Callable[[Array], tuple[Array, Array]]]:
-    """S_j² for every place j of an epoch; pulled back to (c, g).
-
-    Guarantees: with smoothing 0, sens² <= max_j S_j², with equality when all inner products of
-    co-participating columns are >= 0. Smoothing replaces |x| by √(x² + smoothing²) > |x|, for the
-    search only.
-    """
-    n = len(c)
-    b = n // epochs
-    late = g[::-1]  # column t has n − t entries: count steps from the end
-    squared = np.zeros(b)
-    kept: list[tuple[Array, Array, Array]] = []
-    for lag in range(epochs):
-        m = n - lag * b
-        inner = np.cumsum(c[:m] * c[lag * b :])
-        size = np.sqrt(inner**2 + smoothing**2) if lag else np.abs(inner)
-        both = late[:m] * late[lag * b :]
-        squared += (2.0 if lag else 1.0) * (both * size).reshape(-1, b).sum(axis=0)
-        kept.append((inner, size, both))
-
-    def pull(bar: Array) -> tuple[Array, Array]:
-        c_bar, late_bar = np.zeros(n), np.zeros(n)
-        for lag, (inner, size, both) in enumerate(kept):
-            m = n - lag * b
-            weight = np.tile(bar[::-1], epochs - lag) * (2.0 if lag else 1.0)
-            late_bar[:m] += weight * size * late[lag * b :]
-            late_bar[lag * b :] += weight * size * late[:m]
-            slope = np.divide(inner, size, out=np.zeros(m), where=size > 0)
-            terms = np.cumsum((weight * both * slope)[::-1])[::-1]
-            c_bar[:m] += terms * c[lag * b :]
-            c_bar[lag * b :] += terms * c[:m]
-        return c_bar, late_bar[::-1]
-
-    return squared[::-1], pull
-
-
 def classes_squared(
     c: Array, g: Array, weights: Array, *, epochs: int, smoothing: float = 0.0
 ) -> tuple[Array, Callable[[Array], tuple[Array, Array, Array]]]:
-    """The same for C = diag(a)·T(c)·diag(g), weights = a²; pulled back to (c, g, weights).
+    """S_j² of every place j for C = diag(a)·T(c)·diag(g), weights = a²; pulled back to all three.
 
     S_j² = Σ_m (2 − [m=0]) Σ_l g_{j+lb} g_{j+(l+m)b} |P_mb[j+(l+m)b]|, for the search only, with the
-    correlations P_L[i] = Σ_s a²_{i+s} c_s c_{s+L} by Fourier transforms, O(k·n·log n).
+    correlations P_L[i] = Σ_s a²_{i+s} c_s c_{s+L} by Fourier transforms, O(k·n·log n). Smoothing
+    replaces |x| by √(x² + smoothing²) > |x|.
     """
     from scipy.fft import irfft, next_fast_len, rfft
 

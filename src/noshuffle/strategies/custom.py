@@ -105,7 +105,6 @@ def register(
     *,
     fit: Callable[[FitRequest], Strategy] | None = None,
     words: str = "",
-    needs_horizon: bool = False,
 ) -> type[Strategy]:
     """Register a strategy of your own by its class attribute `name`; also a class decorator.
 
@@ -118,7 +117,7 @@ def register(
         raise InvalidInput(f"a name that is not taken is needed, got {name!r}; choose another")
     add_class(cls)
     words = words or f"registered: {cls.__name__}"
-    MECHANISMS[name] = Mechanism(name, words, _CustomFit(cls, fit), needs_horizon=needs_horizon)
+    MECHANISMS[name] = Mechanism(name, words, _CustomFit(cls, fit))
     return cls
 
 

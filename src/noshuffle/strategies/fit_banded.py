@@ -25,13 +25,12 @@ from __future__ import annotations
 
 import numpy as np
 
-from noshuffle.errors import one_of, whole
+from noshuffle.errors import whole
 from noshuffle.participation import MinSeparation, Participation
 from noshuffle.strategies.base import reciprocal
 from noshuffle.strategies.fit_forms import (
     WALL,
     Fit,
-    Goal,
     ValueAndGradient,
     better,
     coarser,
@@ -48,24 +47,19 @@ from noshuffle.strategies.workload import Workload, prefix
 
 
 def fit_banded(
-    participation: Participation,
-    *,
-    bands: int,
-    workload: Workload | None = None,
-    objective: str = "rms",
+    participation: Participation, *, bands: int, workload: Workload | None = None
 ) -> Fit:
-    """The banded Toeplitz strategy with the least error × sensitivity.
+    """The banded Toeplitz strategy with the least rms error × sensitivity.
 
     Guarantees: deterministic; never worse than the truncated square root of the workload. With
     more bands than the separation the coefficients are kept non-negative and non-increasing, for
     which the sensitivity is exact. Coefficients have norm one.
     """
     workload = workload or prefix()
-    one_of(("rms", "max"), objective=objective)
     whole(bands=bands)
     n, separation, most = layout(participation)
     bands = min(bands, n)
-    form = error_form(n, workload=workload, objective=objective)
+    form = error_form(n, workload=workload)
     overlap = most > 1 and bands > separation
     squared = sensitivity_form(n, separation=separation, most=most, is_free=False)
 
@@ -93,7 +87,7 @@ def fit_banded(
             return value, np.cumsum(slope)
 
         first = np.append(-np.diff(start), start[-1])
-        s, converged, iterations = descend(
+        s, converged, _ = descend(
             by_difference, first, bounds=[(0.0, np.inf)] * (bands - 1) + [(1e-12, np.inf)]
         )
         c = np.cumsum(s[::-1])[::-1]
@@ -103,12 +97,10 @@ def fit_banded(
             value, slope = loss(np.append(1.0, x))
             return value, slope[1:]
 
-        x, converged, iterations = descend(tail, start[1:] / start[0])
+        x, converged, _ = descend(tail, start[1:] / start[0])
         c = np.append(1.0, x)
     found, begin = (banded((each / np.linalg.norm(each)).tolist()) for each in (c, start))
-    return better(
-        found, begin, participation, converged, iterations, workload=workload, objective=objective
-    )
+    return better(found, begin, participation, converged, workload=workload)
 
 
 def _split(d: Array) -> Array:
@@ -128,46 +120,41 @@ def _join(x: Array) -> tuple[float, Array, Array]:
 
 
 def fit_banded_inverse(
-    participation: Participation,
-    *,
-    bands: int,
-    workload: Workload | None = None,
-    objective: str = "rms",
+    participation: Participation, *, bands: int, workload: Workload | None = None
 ) -> Fit:
-    """The strategy with `bands` noising coefficients and the least error × sensitivity.
+    """The strategy with `bands` noising coefficients and the least rms error × sensitivity.
 
     Guarantees: deterministic; never worse than the truncated inverse square root (BISR).
     """
-    goal: Goal = {"workload": workload or prefix(), "objective": objective}
-    one_of(("rms", "max"), objective=objective)
+    workload = workload or prefix()
     whole(bands=bands)
     bands = min(bands, layout(participation).steps)
-    start = root_coefficients(bands, sign=1, momentum=goal["workload"].beta)
+    start = root_coefficients(bands, sign=1, momentum=workload.beta)
     fits = []
     # For patterns with free gaps both forms are searched: the running maximum is a bound there, the
     # equal gaps of epochs mostly the true worst case. The exact cost decides.
     for is_free in (False, True) if isinstance(participation, MinSeparation) else (False,):
-        d, converged, iterations = _search_inverse(start, participation, is_free=is_free, **goal)
+        d, converged = _search_inverse(start, participation, is_free=is_free, workload=workload)
         found, first = (banded_inverse(coefficients=c.tolist()) for c in (d, start))
-        fits.append(better(found, first, participation, converged, iterations, **goal))
+        fits.append(better(found, first, participation, converged, workload=workload))
     return min(fits, key=lambda fit: fit.objective)
 
 
 def _search_inverse(
-    start: Array, participation: Participation, *, is_free: bool, workload: Workload, objective: str
-) -> tuple[Array, bool, int]:
-    """Coefficients of the inverse, whether the search converged, and its iterations."""
+    start: Array, participation: Participation, *, is_free: bool, workload: Workload
+) -> tuple[Array, bool]:
+    """Coefficients of the inverse, and whether the search converged."""
     n, separation, most = layout(participation)
     bands = len(start)
     if bands == 1:
-        return start, True, 0
-    x, converged, iterations = _split(start), True, 0
+        return start, True
+    x, converged = _split(start), True
     sizes = [n]
     while sizes[-1] // 4 >= max(64, 2 * bands, 4 * most):
         sizes.append(sizes[-1] // 4)
     for size in reversed(sizes):
         loss = _inverse_loss(
-            error_form(size, workload=coarser(workload, n, size=size), objective=objective),
+            error_form(size, workload=coarser(workload, n, size=size)),
             sensitivity_form(
                 size, separation=max(1, separation * size // n), most=most, is_free=is_free
             ),
@@ -175,9 +162,8 @@ def _search_inverse(
             bands=bands,
         )
         bounds = [(float(np.log(1e-3 / size)), -1e-9)] + [(-2.0, 2.0)] * (bands - 2)
-        x, converged, taken = descend(loss, x, bounds=bounds)
-        iterations += taken
-    return _join(x)[2], converged, iterations
+        x, converged, _ = descend(loss, x, bounds=bounds)
+    return _join(x)[2], converged
 
 
 def _inverse_loss(

@@ -1,6 +1,6 @@
 """Fit a BLT: buffers, epoch taps and per-step gains, for a participation and a workload.
 
-    minimize  sens(C) · error(A·C⁻¹)   over   1 > θ_1 > θ̂_1 > θ_2 > … > θ̂_d > 0,  taps s,  gains g
+    minimize  sens(C) · rms(A·C⁻¹)   over   1 > θ_1 > θ̂_1 > θ_2 > … > θ̂_d > 0,  taps s,  gains g
 
 over the free parameters of `blt_poles` (Dvijotham et al., arXiv 2404.16706; McMahan et al., arXiv
 2408.08868). Without taps the objective is a closed form, as quick for 10⁶ steps as for ten. Taps
@@ -24,11 +24,10 @@ from typing import Any
 
 import numpy as np
 
-from noshuffle.errors import Unsupported, one_of, whole
+from noshuffle.errors import Unsupported, whole
 from noshuffle.participation import Epochs, Participation
 from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import Blt
-from noshuffle.strategies.blt_gains import sensitivity_classes
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
     bounds,
@@ -42,6 +41,7 @@ from noshuffle.strategies.blt_poles import (
 from noshuffle.strategies.fit_forms import Fit, layout, lbfgs
 from noshuffle.strategies.fit_gains import TAP_BOUNDS, fit_gains, fit_normalized, scheduled_error
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.toeplitz_sensitivity import class_sums
 from noshuffle.strategies.workload import Workload, prefix
 
 #: Horizon up to which learning-rate schedules (O(n) per evaluation) and gains are fitted.
@@ -61,13 +61,12 @@ _SCREENING = 20
 
 @dataclass(frozen=True)
 class Task:
-    """What is minimized: sensitivity for k participations b apart, times one error of A·C⁻¹."""
+    """What is minimized: sensitivity for k participations b apart, times the rms of A·C⁻¹."""
 
     steps: int
     participations: int
     separation: int
     workload: Workload
-    is_max: bool
 
     @property
     def rates(self) -> Array | None:
@@ -81,9 +80,8 @@ def fit_blt(
     taps: int = 0,
     gains: bool = False,
     workload: Workload | None = None,
-    objective: str = "rms",
 ) -> Fit:
-    """The BLT with the least error × sensitivity, never worse than its closed-form start.
+    """The BLT with the least rms error × sensitivity, never worse than its closed-form start.
 
     `taps` (for Epochs) is how many past draws feed the filter besides the present one. `gains`
     gives every step its own scale: for a single participation unit columns (`normalized`), for
@@ -91,9 +89,8 @@ def fit_blt(
     """
     whole(at_most=MAX_BUFFERS, buffers=buffers)
     whole(at_least=0, taps=taps)
-    one_of(("rms", "max"), objective=objective)
     steps, separation, most = layout(participation)
-    task = Task(steps, most, separation, workload or prefix(), objective == "max")
+    task = Task(steps, most, separation, workload or prefix())
     _check(task, participation, taps=taps, gains=gains)
     return _fitted(task, buffers, min(taps, task.participations - 1), gains)
 
@@ -104,7 +101,7 @@ def _fitted(task: Task, buffers: int, taps: int, gains: bool) -> Fit:
     if gains:
         plain = _fitted(task, buffers, taps, False)
         if task.participations == 1:
-            return fit_normalized(plain, steps=task.steps, rates=task.rates, is_max=task.is_max)
+            return fit_normalized(plain, steps=task.steps, rates=task.rates)
         return fit_gains(
             plain, steps=task.steps, epochs=task.participations, rates=task.rates, buffers=buffers
         )
@@ -131,15 +128,15 @@ def _check(task: Task, participation: Participation, *, taps: int, gains: bool) 
             f"a learning-rate schedule is fitted for at most {SCHEDULE_LIMIT} steps, got {n}; fit "
             "for a constant learning rate (the guarantee does not depend on it)"
         )
-    if taps and task.rates is not None and (beta or task.is_max):
+    if taps and task.rates is not None and beta:
         raise Unsupported(
-            "taps under a schedule are fitted for rms error without momentum; leave out the "
+            "taps under a schedule are fitted without momentum; leave out the "
             "schedule or the taps (the guarantee does not depend on the workload)"
         )
-    if gains and task.participations > 1 and (task.is_max or n > GAINS_LIMIT):
+    if gains and task.participations > 1 and n > GAINS_LIMIT:
         raise Unsupported(
-            f"gains over several epochs are fitted for rms error and at most {GAINS_LIMIT} steps, "
-            f"got {'max error' if task.is_max else f'{n} steps'}; fit with taps only"
+            f"gains over several epochs are fitted for at most {GAINS_LIMIT} steps, got {n}; fit "
+            "with taps only"
         )
 
 
@@ -159,23 +156,19 @@ def check_gains(participation: Participation, workload: Workload) -> None:
 
 def _log_error(task: Task, x: Array, d: int) -> ValueGradient:
     rates = task.rates
-    if rates is not None and not (task.workload.beta or task.is_max):
+    if rates is not None and not task.workload.beta:
         return scheduled_error(x, d, rates, lag=task.separation if len(x) > 2 * d else task.steps)
 
     def function(point: forms.Numbers) -> forms.Numbers:
         gap, hat = poles(point[..., : 2 * d])
         if rates is not None:
             errors = forms.step_errors(gap, hat, rates, momentum=task.workload.beta)
-            if not task.is_max:
-                return np.asarray(np.log(np.mean(errors, axis=-1)))
-            worst = np.argmax(errors.real, axis=-1)
-            return np.asarray(np.log(np.take_along_axis(errors, worst[..., None], -1)[..., 0]))
+            return np.asarray(np.log(np.mean(errors, axis=-1)))
         squared = forms.squared_error(
             gap,
             hat,
             steps=task.steps,
             momentum=task.workload.beta,
-            is_max=task.is_max,
             taps=point[..., 2 * d :],
             lag=task.separation if len(x) > 2 * d else 0,
         )
@@ -230,20 +223,15 @@ def _fit_poles(task: Task, d: int) -> Fit:
     def search(x: Array, most: int) -> Any:
         return lbfgs(loss, x, bounds(d), maxiter=most, maxcor=40, ftol=1e-14, gtol=1e-7)
 
-    begin = min(loss(x)[0] for x in starts)
-    first = [search(x, _SCREENING) for x in starts]
-    ahead = sorted(first, key=lambda found: float(found.fun))[:2]
-    ends = [search(each.x, 500) for each in ahead]
-    best = min(ends, key=lambda found: float(found.fun))
-    iterations = sum(int(found.nit) for found in (*first, *ends))
-    value, start = float(np.exp(best.fun)), float(np.exp(begin))
-    return Fit(strategy_at(best.x), value, bool(best.success), iterations, start)
+    first = sorted((search(x, _SCREENING) for x in starts), key=lambda found: float(found.fun))
+    best = min((search(each.x, 500) for each in first[:2]), key=lambda found: float(found.fun))
+    return Fit(strategy_at(best.x), float(np.exp(best.fun)), bool(best.success))
 
 
 def _tapped_value(task: Task, x: Array, d: int) -> tuple[float, int]:
     """(log objective, worst place) with the exact bound over every place of an epoch."""
     c = strategy_at(x[: 2 * d], taps=x[2 * d :], lag=task.separation).coefficients(task.steps)
-    squared, _ = sensitivity_classes(c, np.ones(task.steps), epochs=task.participations)
+    squared, _ = class_sums(c, np.ones(task.steps), steps_per_epoch=task.separation)
     return (_log_error(task, x, d)[0] + float(np.log(squared.max()))) / 2, int(squared.argmax())
 
 
@@ -261,12 +249,12 @@ def _taps_of_shorter_run(task: Task, d: int, p: int) -> Fit:
     if np.exp(value) >= plain.objective:
         return plain
     strategy = strategy_at(u, taps=found.taps, lag=task.separation)
-    return Fit(strategy, float(np.exp(value)), True, plain.iterations, plain.start)
+    return Fit(strategy, float(np.exp(value)), True)
 
 
 def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:
     b, limits = task.separation, bounds(d) + [TAP_BOUNDS] * p
-    best_x, best, converged, iterations = None, np.log(plain.objective), False, plain.iterations
+    best_x, best, converged = None, np.log(plain.objective), False
     for low, high in ((0.3 / b, 0.6), (1.0 / b, 0.9)):
         x = np.concatenate([spaced(d, low, high), 0.3 * 0.6 ** np.arange(p)])
         places = [0]
@@ -275,7 +263,6 @@ def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:
                 loss = partial(_objective, task, d=d, smoothing=smoothing, places=tuple(places))
                 found = lbfgs(loss, x, limits, maxiter=300, maxcor=40, ftol=1e-13, gtol=1e-7)
                 x = found.x
-                iterations += int(found.nit)
             value, place = _tapped_value(task, x, d)
             if value < best:
                 best_x, best, converged = x, value, bool(found.success)
@@ -285,4 +272,4 @@ def _fit_taps(task: Task, plain: Fit, d: int, p: int) -> Fit:
     if best_x is None:
         return plain
     strategy = strategy_at(best_x[: 2 * d], taps=best_x[2 * d :], lag=b)
-    return Fit(strategy, float(np.exp(best)), converged, iterations, plain.start)
+    return Fit(strategy, float(np.exp(best)), converged)

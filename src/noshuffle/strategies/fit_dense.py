@@ -49,8 +49,8 @@ from noshuffle.strategies.workload import Workload, prefix
 #: Largest run for one participation, and for several.
 SINGLE_STEPS = 4096
 SEVERAL_STEPS = 512
-#: Over-relaxation of the fixed point; one would be the plain iteration.
-POWER = 1.6
+#: Over-relaxation of the fixed point (one would be the plain iteration), and its most steps.
+POWER, MOST_STEPS = 1.6, 100
 
 
 @dataclass(frozen=True)
@@ -85,23 +85,22 @@ def fit_dense(
     workload = workload or prefix()
     n, separation, most = _checked_layout(participation, workload, tolerance=tolerance)
     root = sqrt_toeplitz(min(separation, n), momentum=workload.beta)
-    start = cost(root, participation, workload=workload, objective="rms")
     if most == 1:
-        dual, _, iterations = solve_single(n, workload=workload, tolerance=tolerance / 2)
+        dual = solve_single(n, workload=workload, tolerance=tolerance / 2)
         half = dual.vectors * np.sqrt(dual.roots)
         half /= np.sqrt(np.einsum("ij,ij->i", half, half))[:, None]
         X, bound = half @ half.T, dual.bound
     else:
-        X, bound, iterations = _masked(
+        X, bound = _masked(
             participation, workload=workload, tolerance=tolerance, separation=separation
         )
         bound *= 1.0 if isinstance(participation, Epochs) else float(np.sqrt(most))
     found = dense(triangular(X))
-    reached = cost(found, participation, workload=workload, objective="rms")
+    reached = cost(found, participation, workload=workload)
+    start = cost(root, participation, workload=workload)
     if not reached <= start:
         found, reached = dense(root.encoder(n)), start
-    converged = reached <= bound * (1 + tolerance)
-    return CertifiedFit(found, reached, converged, iterations, start, bound)
+    return CertifiedFit(found, reached, reached <= bound * (1 + tolerance), bound)
 
 
 class Dual(NamedTuple):
@@ -134,30 +133,25 @@ def _normalized_rms(A: Array, dual: Dual) -> float:
     return float(np.sqrt((np.einsum("ij,ij->j", columns, columns) / dual.roots).sum() / len(A)))
 
 
-def solve_single(
-    n: int, *, workload: Workload, tolerance: float, most: int = 100
-) -> tuple[Dual, float, int]:
-    """Weights for one participation with upper / lower <= 1 + tolerance: (dual, upper, steps).
+def solve_single(n: int, *, workload: Workload, tolerance: float) -> Dual:
+    """Weights for one participation whose bound is within the tolerance of what they reach.
 
-    Long runs start from the weights of a run a quarter as long. Returns after `most` steps with
-    what there is; both numbers are valid bounds at any step.
+    Long runs start from the weights of a run a quarter as long. Returns after MOST_STEPS with what
+    there is; the bound is valid at any step.
     """
     weights = np.ones(n)
     if n >= 64:
-        short, _, _ = solve_single(
-            n // 4, workload=coarser(workload, n, size=n // 4), tolerance=tolerance, most=most
-        )
+        shorter = coarser(workload, n, size=n // 4)
+        short = solve_single(n // 4, workload=shorter, tolerance=tolerance)
         place = (np.arange(n) + 0.5) / n
         weights = np.interp(place, (np.arange(n // 4) + 0.5) / (n // 4), short.weights)
     A = workload.matrix(n)
-    step = 0
-    while True:
+    for _ in range(MOST_STEPS):
         dual = _dual_step(A, weights)
-        upper = _normalized_rms(A, dual)
-        step += 1
-        if upper <= dual.bound * (1 + tolerance) or step == most:
-            return dual, upper, step
+        if _normalized_rms(A, dual) <= dual.bound * (1 + tolerance):
+            break
         weights = dual.weights * (dual.diagonal / dual.diagonal.max()) ** POWER
+    return dual
 
 
 def _checked_layout(
@@ -179,8 +173,8 @@ def _checked_layout(
 
 def _masked(
     participation: Participation, *, workload: Workload, tolerance: float, separation: int
-) -> tuple[Array, float, int]:
-    """(X, bound for sums of one, iterations) for columns kept orthogonal."""
+) -> tuple[Array, float]:
+    """(X, bound for sums of one) for columns kept orthogonal."""
     n = participation.steps
     lag = np.abs(np.subtract.outer(np.arange(n), np.arange(n)))
     if isinstance(participation, Epochs):
@@ -218,10 +212,9 @@ def _masked(
 
     first = fit_banded(participation, bands=separation, workload=workload).strategy.encoder(n)
     x = np.asarray((first.T @ first)[rows, columns] * weight)
-    taken, bound = 0, 0.0
+    bound = 0.0
     for _ in range(20):
         x, _, steps = descend(loss, x, most=100)
-        taken += steps
         Y = matrix(x)
         scale = 1 / np.sqrt(np.bincount(group, weights=np.diagonal(Y))[group])
         X = scale[:, None] * Y * scale
@@ -231,7 +224,7 @@ def _masked(
         upper = np.sqrt(np.einsum("ij,ij->", G, inverse) / n)
         if upper <= bound * (1 + tolerance) or steps < 100:
             break
-    return X, bound, taken
+    return X, bound
 
 
 def _inverse(X: Array) -> Array:

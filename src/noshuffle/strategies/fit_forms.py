@@ -2,7 +2,7 @@
 
 With c(x) the encoder, d = 1/c its inverse and a the workload, the decoder is b = a·d and
 
-    rms² = Σ_i (n−i)/n · b_i²,      max² = Σ_i b_i²,      objective = error × sensitivity.
+    rms² = Σ_i (n−i)/n · b_i²,      objective = rms × sensitivity.
 
 A gradient in d becomes one in c by δd = −d·d·δc, that is
 
@@ -10,17 +10,16 @@ A gradient in d becomes one in c by δd = −d·d·δc, that is
 
 one recursive filter and one correlation: O(n·p + n log n) for p coefficients.
 
->>> form = error_form(3, workload=Workload(), objective="max")
->>> value, slope = form(np.array([1.0, 0.0, 0.0]))          # b = (1, 1, 1)
->>> value, slope.tolist()
-(3.0, [6.0, 4.0, 2.0])
+>>> value, slope = error_form(3, workload=Workload())(np.array([1.0, 0.0, 0.0]))    # b = (1, 1, 1)
+>>> round(value, 9), slope.round(3).tolist()
+(2.0, [4.0, 2.0, 0.667])
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, NamedTuple, TypedDict, Unpack
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -51,24 +50,14 @@ COLUMN_BUDGET = 2_000_000
 
 @dataclass(frozen=True)
 class Fit:
-    """A fitted strategy and how the search for it ended.
+    """A fitted strategy, and whether the search for it converged.
 
-    `objective` is error times sensitivity, the number by which mechanisms compare at equal privacy;
-    `start` is the same number for the closed-form starting point, so `objective <= start` always.
+    `objective` is rms error × sensitivity, by which mechanisms compare at equal privacy.
     """
 
     strategy: Strategy
     objective: float
     converged: bool
-    iterations: int
-    start: float
-
-
-class Goal(TypedDict):
-    """What the error is measured by."""
-
-    workload: Workload
-    objective: str
 
 
 class FitLayout(NamedTuple):
@@ -109,25 +98,18 @@ def cost(
     participation: Participation,
     *,
     workload: Workload,
-    objective: str,
     tree_accounting: str = "tight",
 ) -> float:
-    """Error times sensitivity: what every fit reports and what fits are compared by."""
-    found = error(strategy, participation.steps, workload=workload)
+    """Rms error × sensitivity: what every fit reports and what fits are compared by."""
     reach = sensitivity(strategy, participation, tree_accounting=tree_accounting)
-    return float(getattr(found, objective)) * reach.value
+    return error(strategy, participation.steps, workload=workload).rms * reach.value
 
 
-def error_form(n: int, *, workload: Workload, objective: str) -> ValueAndGradient:
-    """d ↦ (squared error, its gradient), d the n coefficients of the inverse encoder."""
+def error_form(n: int, *, workload: Workload) -> ValueAndGradient:
+    """d ↦ (rms², its gradient), d the n coefficients of the inverse encoder."""
     if not workload.is_toeplitz:
-        if objective == "max":
-            raise Unsupported(
-                "the max objective is fitted for a constant learning rate, got a schedule; "
-                'use objective="rms"'
-            )
         return _scheduled_form(n, workload)
-    weights = (n - np.arange(n)) / n if objective == "rms" else np.ones(n)
+    weights = (n - np.arange(n)) / n
 
     def form(d: Array) -> tuple[float, Array]:
         b = np.cumsum(decaying(d, workload.beta))
@@ -244,11 +226,9 @@ def better(
     start: Strategy,
     participation: Participation,
     converged: bool,
-    iterations: int,
-    **goal: Unpack[Goal],
+    *,
+    workload: Workload,
 ) -> Fit:
     """The fit, or its start where that is better; both judged by the library's own functions."""
-    begin, reached = cost(start, participation, **goal), cost(found, participation, **goal)
-    if not reached <= begin:
-        found, reached = start, begin
-    return Fit(found, reached, converged, iterations, begin)
+    begin, reached = (cost(one, participation, workload=workload) for one in (start, found))
+    return Fit(found, reached, converged) if reached <= begin else Fit(start, begin, converged)

@@ -16,32 +16,28 @@ only the poles are searched (Henzinger–Upadhyay, arXiv 2509.14334).
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
 
-from noshuffle.strategies import blt_forms as forms
 from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_gains import (
     classes_squared,
     encoder_series,
-    sensitivity_classes,
     total_squared_error,
 )
 from noshuffle.strategies.blt_poles import (
     ValueGradient,
     bounds,
-    differentiate,
     filter_from,
-    poles,
     spaced,
     strategy_at,
     unbounded,
 )
 from noshuffle.strategies.fit_forms import Fit, lbfgs
 from noshuffle.strategies.recipe import Array
+from noshuffle.strategies.toeplitz_sensitivity import class_sums
 
 #: Horizon up to which the poles of a column-normalized BLT are searched; above, they are taken
 #: from the plain fit, which costs about one part in a thousand.
@@ -80,11 +76,7 @@ def tight_error(
     lag, g = n // epochs, np.exp(gains[0])
     weights = np.exp(gains[1] - gains[1].mean()) if len(gains) > 1 else np.ones(n)
     c, pull_c = encoder_series(parts.decays, parts.r, parts.kappa, taps, steps=n, lag=lag)
-    pull_squared: Callable[[Array], tuple[Array, ...]]
-    if len(gains) > 1:
-        squared, pull_squared = classes_squared(c, g, weights, epochs=epochs, smoothing=smoothing)
-    else:
-        squared, pull_squared = sensitivity_classes(c, g, epochs=epochs, smoothing=smoothing)
+    squared, pull_squared = classes_squared(c, g, weights, epochs=epochs, smoothing=smoothing)
     allowed = np.sqrt(squared)
     scale = rates * np.tile(allowed, epochs) / g
     total, pull_error = total_squared_error(
@@ -92,11 +84,11 @@ def tight_error(
     )
     by_scale, by_hat, by_nu, by_hat_kappa, by_inverse, by_taps = pull_error()
     by_allowed = (by_scale * scale).reshape(epochs, lag).sum(axis=0) / allowed
-    by_c, by_g, *by_weights = pull_squared(by_allowed / (2 * allowed))
+    by_c, by_g, by_weights = pull_squared(by_allowed / (2 * allowed))
     by_decays, by_r, by_kappa, by_taps_too = pull_c(by_c)
     gradient = [by_g * g - by_scale * scale]
-    for by_weight in by_weights:
-        by_log = by_weight * weights - by_inverse / weights
+    if len(gains) > 1:
+        by_log = by_weights * weights - by_inverse / weights
         gradient.append(by_log - by_log.mean())
     gradient.append(parts.pull(by_decays, by_r, by_kappa, by_hat, by_nu, by_hat_kappa))
     gradient.append(by_taps + by_taps_too)
@@ -110,7 +102,6 @@ class GainSearch(NamedTuple):
     gains: list[Array]
     x: Array
     converged: bool
-    iterations: int
 
 
 def search_gains(
@@ -143,13 +134,13 @@ def search_gains(
         return value, slope * unit
 
     point = np.concatenate([*gains, x]) / unit
-    best, least, converged, iterations = point, objective(point, 0.0)[0], len(gains) == 1, 0
+    best, least, converged = point, objective(point, 0.0)[0], len(gains) == 1
     for smoothing in rounds:
         found = lbfgs(objective, point, limits, args=(smoothing,), **options)
-        point, iterations = found.x, iterations + int(found.nit)
+        point = found.x
         if (exact := objective(point, 0.0)[0]) < least:
             best, least, converged = point, exact, bool(found.success)
-    return GainSearch(least, *cut(best), converged, iterations)
+    return GainSearch(least, *cut(best), converged)
 
 
 def fit_gains(plain: Fit, *, steps: int, epochs: int, rates: Array | None, buffers: int) -> Fit:
@@ -180,49 +171,32 @@ def fit_gains(plain: Fit, *, steps: int, epochs: int, rates: Array | None, buffe
         for u in starts
     ]
     best = min(results, key=lambda result: result.value)
-    iterations = plain.iterations + sum(result.iterations for result in results)
-    if np.exp(best.value) > plain.objective:  # cannot beat constant gains: keep what was given
-        return replace(plain, iterations=iterations)
+    if np.exp(best.value) > plain.objective:  # cannot beat constant gains
+        return plain
     u, taps = np.split(best.x, [len(best.x) - len(strategy.taps)])
     fitted, g = strategy_at(u, taps=taps, lag=lag), np.exp(best.gains[0])
-    squared, _ = sensitivity_classes(fitted.coefficients(steps), g, epochs=epochs)
+    squared, _ = class_sums(fitted.coefficients(steps), g, steps_per_epoch=lag)
     fitted = replace(fitted, gains=tuple(g / np.tile(np.sqrt(squared), epochs)))
-    return Fit(fitted, float(np.exp(best.value)), best.converged, iterations, plain.start)
+    return Fit(fitted, float(np.exp(best.value)), best.converged)
 
 
-def _normalized_objective(
-    steps: int, rates: Array, *, is_max: bool
-) -> Callable[[Array], ValueGradient]:
-    def largest(u: forms.Numbers) -> forms.Numbers:
-        gap, hat = poles(u)
-        norms = np.sqrt(np.cumsum(forms.series(gap, hat, steps) ** 2, axis=-1))[..., ::-1]
-        errors = forms.step_errors(gap, hat, rates * norms)
-        worst = np.argmax(errors.real, axis=-1)
-        return np.asarray(0.5 * np.log(np.take_along_axis(errors, worst[..., None], -1)[..., 0]))
-
-    def mean(u: Array) -> ValueGradient:
-        d = len(u) // 2
-        value, slope = tight_error([np.zeros(steps)], u, d, epochs=1, rates=rates)
-        return value, slope[steps:]
-
-    return (lambda u: differentiate(largest, u)) if is_max else mean
-
-
-def fit_normalized(plain: Fit, *, steps: int, rates: Array | None, is_max: bool) -> Fit:
+def fit_normalized(plain: Fit, *, steps: int, rates: Array | None) -> Fit:
     """Unit columns for one participation, from a fit without gains."""
     strategy = plain.strategy
     assert isinstance(strategy, Blt)
     eta = np.ones(steps) if rates is None else rates
-    objective = _normalized_objective(steps, eta, is_max=is_max)
-    start = unbounded(strategy)
+
+    def objective(u: Array) -> ValueGradient:
+        value, slope = tight_error([np.zeros(steps)], u, len(u) // 2, epochs=1, rates=eta)
+        return value, slope[steps:]
+
+    start, converged = unbounded(strategy), plain.converged
     value, _ = objective(start)
-    converged, iterations = plain.converged, plain.iterations
     if steps <= NORMALIZED_SEARCH_LIMIT:
         limits = bounds(len(strategy.decays))
         found = lbfgs(objective, start, limits, maxiter=300, maxcor=30, ftol=1e-12, gtol=1e-7)
-        iterations += int(found.nit)
         if found.fun < value:
             value, converged = float(found.fun), bool(found.success)
             strategy = strategy_at(found.x)
     strategy = replace(strategy, normalized=steps)
-    return Fit(strategy, float(np.exp(value)), converged, iterations, plain.start)
+    return Fit(strategy, float(np.exp(value)), converged)

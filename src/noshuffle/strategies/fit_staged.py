@@ -22,7 +22,7 @@ import numpy as np
 from noshuffle.participation import Participation
 from noshuffle.strategies.blt_poles import spaced, stretched
 from noshuffle.strategies.fit_forms import Fit, coarser, cost, layout
-from noshuffle.strategies.fit_gains import search_gains, tight_error
+from noshuffle.strategies.fit_gains import search_gains
 from noshuffle.strategies.fit_two_sided import check_two_sided, two_sided_at
 from noshuffle.strategies.recipe import Array
 from noshuffle.strategies.workload import Workload, prefix
@@ -40,9 +40,8 @@ def fit_staged(
     buffers: int = 3,
     taps: int = 12,
     workload: Workload | None = None,
-    effort: float = 1.0,
 ) -> Fit:
-    """Two-sided gains for one participation or Epochs; `effort` scales the iterations.
+    """Two-sided gains for one participation or Epochs.
 
     Guarantees: the objective is that of the library's own error and sensitivity.
     """
@@ -55,7 +54,6 @@ def fit_staged(
     gains = [np.zeros(k * sizes[0]), np.zeros(k * sizes[0])]
     u = spaced(buffers, 0.3 / sizes[0], 0.6)
     s: Array = 0.3 * np.power(0.6, np.arange(taps, dtype=np.float64))
-    iterations, start = 0, math.inf
     for place, size in enumerate(sizes):
         if place:
             before = sizes[place - 1]
@@ -65,26 +63,21 @@ def fit_staged(
         is_last = place == len(sizes) - 1
         stages = STAGES if len(sizes) > 2 else TWO_STAGES
         smoothing, most = stages[-1 if is_last else min(place, 1)]
-        x = np.concatenate([u, s])
-        if is_last:
-            start = math.exp(tight_error(gains, x, buffers, epochs=k, rates=rates)[0])
         found = search_gains(
             gains,
-            x,
+            np.concatenate([u, s]),
             buffers,
             epochs=k,
             rates=rates,
             rounds=(smoothing if k > 1 else 0.0,),
-            maxiter=max(10, round(most * effort * (1 if k > 1 else 2))),
+            maxiter=most if k > 1 else 2 * most,
             maxcor=20,
             ftol=1e-9,
             gtol=1e-6,
         )
         gains, (u, s) = found.gains, np.split(found.x, [2 * buffers])
-        iterations += found.iterations
     strategy = two_sided_at(gains, u, s, epochs=k)
-    value = cost(strategy, participation, workload=workload, objective="rms")
-    return Fit(strategy, value, found.converged, iterations, max(start, value))
+    return Fit(strategy, cost(strategy, participation, workload=workload), found.converged)
 
 
 def _sizes(first: int, last: int) -> list[int]:

@@ -37,39 +37,33 @@ def fit_tree(
     restart_every: int | None = None,
     completion: bool | None = None,
     workload: Workload | None = None,
-    objective: str = "rms",
     tree_accounting: str = "tight",
 ) -> Fit:
-    """The tree with the least error × sensitivity among what is left open.
+    """The tree with the least rms error × sensitivity among what is left open.
 
     `restart_every` counts steps; all of them means one tree. Without it restarts fall on whole
     epochs (or separations), at divisors of their number, or for MinSeparation on powers of two.
     Options are compared on the workload itself. Where that takes long (the full variant, very long
     runs) the rms error of prefix sums, a closed form, decides.
 
-    Guarantees: never worse than `start`, the tree without restart where that was open.
+    Guarantees: never worse than the first option, the tree without restart where that was open.
     """
     workload = workload or prefix()
     options = list(_options(participation, variant, restart_every, completion))
     measure = partial(cost, participation=participation, tree_accounting=tree_accounting)
-    value = measure(options[0], workload=workload, objective=objective)
-    first = Fit(options[0], value, converged=True, iterations=0, start=value)
+    first = Fit(options[0], measure(options[0], workload=workload), True)
     if len(options) == 1:
         return first
     is_quick = variant != "full" and participation.steps <= COMPARED_STEPS
-    own = is_quick or workload == prefix()
-    ranked, by = (workload, objective) if own else (prefix(), "rms")
-
+    ranked = workload if is_quick else prefix()
     if isinstance(participation, MinSeparation) and len(options) > SEARCHED:
         # Searches take long: only what is best by the node count is searched for its tight value.
         count = partial(cost, participation=participation, tree_accounting="nodes")
-        options.sort(key=partial(count, workload=ranked, objective=by))
+        options.sort(key=partial(count, workload=ranked))
         options = options[:SEARCHED]
-    found = min(options, key=partial(measure, workload=ranked, objective=by))
-    reached = measure(found, workload=workload, objective=objective)
-    if reached > value:
-        return first
-    return Fit(found, reached, converged=True, iterations=len(options), start=value)
+    found = min(options, key=partial(measure, workload=ranked))
+    ends = (Fit(found, measure(found, workload=workload), True), first)
+    return min(ends, key=lambda fit: fit.objective)
 
 
 def _options(

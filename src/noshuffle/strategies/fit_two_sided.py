@@ -16,11 +16,13 @@ follows from a. No randomness: the same call gives the same strategy.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 
-from noshuffle.errors import Unsupported, one_of
+from noshuffle.errors import Unsupported
 from noshuffle.participation import Participation
-from noshuffle.strategies.blt import Blt, two_sided
+from noshuffle.strategies.blt import Blt
 from noshuffle.strategies.blt_poles import spaced, strategy_at, unbounded
 from noshuffle.strategies.fit_blt import check_gains, fit_blt
 from noshuffle.strategies.fit_forms import Fit, cost, layout
@@ -45,18 +47,14 @@ def fit_two_sided(
     buffers: int = 2,
     taps: int = 0,
     workload: Workload | None = None,
-    objective: str = "rms",
 ) -> Fit:
     """The two-sided gains with the least rms error × sensitivity, for one participation or Epochs.
 
-    Never worse than `fit_blt(…, gains=True)`, from which it starts and whose `start` it reports.
+    Never worse than `fit_blt(…, gains=True)`, from which it starts.
     `taps` (for Epochs) is how many past draws feed the filter besides the present one.
     """
     workload = workload or prefix()
-    one_of(("rms", "max"), objective=objective)
     n, _, k = layout(participation)
-    if objective == "max":
-        raise Unsupported("two-sided gains are fitted for rms error, got max error")
     check_two_sided(participation, workload)
     one_sided = fit_blt(participation, buffers=buffers, taps=taps, gains=True, workload=workload)
     start = one_sided.strategy
@@ -64,16 +62,15 @@ def fit_two_sided(
     rates = workload.rates(n)
 
     def measured(strategy: Blt) -> float:
-        return cost(strategy, participation, workload=workload, objective="rms")
+        return cost(strategy, participation, workload=workload)
 
     log_gains = np.log(start.gain_values(n))
     begin = np.clip(unbounded(start), *_START)
     starts = [(log_gains - log_gains.mean(), begin)]
     if len(start.decays) < buffers:  # cancelled there, but perhaps of use here
         starts.append((np.zeros(n), spaced(buffers, 0.3 * k / n, 0.6)))
-    filter_ = start.decays, start.scales, start.taps, start.lag
-    best = two_sided(*filter_, start.gain_values(n), np.ones(n))
-    value, converged, iterations = measured(best), one_sided.converged, one_sided.iterations
+    best = with_gains(start, start.gain_values(n), np.ones(n))
+    value, converged = measured(best), one_sided.converged
     for first, u in starts:
         found = search_gains(
             [first, np.zeros(n)],
@@ -87,11 +84,10 @@ def fit_two_sided(
             ftol=1e-8 if k > 1 else 1e-11,
             gtol=1e-6,
         )
-        iterations += found.iterations
         strategy = two_sided_at(found.gains, *np.split(found.x, [len(u)]), epochs=k)
         if (reached := measured(strategy)) < value:
             best, value, converged = strategy, reached, found.converged
-    return Fit(best, value, converged, iterations, one_sided.start)
+    return Fit(best, value, converged)
 
 
 def check_two_sided(participation: Participation, workload: Workload) -> None:
@@ -115,4 +111,10 @@ def two_sided_at(gains: list[Array], u: Array, taps: Array, *, epochs: int) -> B
     g = np.exp(log_gains)
     squared, _ = class_sizes(core.coefficients(n), a, g, epochs=epochs)
     g /= np.tile(np.sqrt(squared), epochs)
-    return two_sided(core.decays, core.scales, core.taps, core.lag, g, a)
+    return with_gains(core, g, a)
+
+
+def with_gains(strategy: Blt, gains: Array, draw_gains: Array) -> Blt:
+    """The filter of a BLT with these gains of the steps and of the draws."""
+    g, a = tuple(gains.tolist()), tuple(draw_gains.tolist())
+    return replace(strategy, gains=g, draw_gains=a, normalized=0)

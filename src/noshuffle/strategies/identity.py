@@ -1,6 +1,6 @@
 """Independent noise: C = I, and the two simple mechanisms of continual counting.
 
-    release_each   (Simple II)  C = I   every gradient is released with its own noise: DP-SGD
+    identity       (Simple II)  C = I   every gradient is released with its own noise: DP-SGD
     release_sums   (Simple I)   C = A   every running sum is released with its own noise
 
 Chan, Shi, Song, "Private and continual release of statistics" (2011), seen as factorizations.
@@ -66,7 +66,7 @@ class ReleaseSums(ToeplitzStrategy):
         return "independent Gaussian noise on every running sum"
 
 
-#: Independent noise: DP-SGD and DP-GD. Simple II of Chan–Shi–Song is the same matrix.
-identity = release_each = Identity
+#: Independent noise: DP-SGD and DP-GD.
+identity = Identity
 #: Simple I of Chan–Shi–Song.
 release_sums = ReleaseSums

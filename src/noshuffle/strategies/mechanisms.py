@@ -39,7 +39,7 @@ from noshuffle.strategies.base import Strategy, ToeplitzStrategy, column_normali
 from noshuffle.strategies.fit_banded import fit_banded, fit_banded_inverse
 from noshuffle.strategies.fit_blt import fit_blt
 from noshuffle.strategies.fit_dense import fit_dense
-from noshuffle.strategies.fit_forms import Fit, FitLayout, Goal, cost, layout
+from noshuffle.strategies.fit_forms import Fit, FitLayout, cost, layout
 from noshuffle.strategies.fit_staged import fit_staged
 from noshuffle.strategies.fit_tree import fit_tree
 from noshuffle.strategies.fit_two_sided import fit_two_sided
@@ -68,13 +68,7 @@ class FitRequest:
 
     participation: Participation
     workload: Workload
-    objective: str = "rms"
     options: dict[str, Any] = field(default_factory=dict)
-
-    @property
-    def goal(self) -> Goal:
-        """What the error is measured by."""
-        return {"workload": self.workload, "objective": self.objective}
 
     @property
     def layout(self) -> FitLayout:
@@ -88,13 +82,12 @@ class FitRequest:
         return buffers + 1 if bands is None and buffers is not None else bands
 
     def measure(self, strategy: Strategy) -> float:
-        """Error times sensitivity of a candidate."""
-        return cost(strategy, self.participation, **self.goal)
+        """Rms error × sensitivity of a candidate."""
+        return cost(strategy, self.participation, workload=self.workload)
 
     def closed_form(self, strategy: Strategy) -> Fit:
         """A closed form as a fit: nothing to search, so it has converged."""
-        value = self.measure(strategy)
-        return Fit(strategy, value, converged=True, iterations=0, start=value)
+        return Fit(strategy, self.measure(strategy), converged=True)
 
 
 @dataclass(frozen=True)
@@ -123,16 +116,14 @@ class Option:
 class Mechanism:
     """One mechanism: its fit, the names of its options, and where it applies.
 
-    `needs_horizon`: its strategies serve runs of the fitted length only. `is_restarted`: proved for
-    orders that change at restarts; `is_sampled`: proved for secret draws; `is_cyclic`: proved for
-    groups that take turns.
+    `is_restarted`: proved for orders that change at restarts; `is_sampled`: proved for secret
+    draws; `is_cyclic`: proved for groups that take turns.
     """
 
     name: str
     words: str
     fit: Callable[[FitRequest], Fit]
     options: tuple[str, ...] = ()
-    needs_horizon: bool = False
     is_restarted: bool = False
     is_sampled: bool = False
     is_cyclic: bool = False
@@ -173,7 +164,7 @@ def _identity(request: FitRequest) -> Fit:
 def _tree(request: FitRequest) -> Fit:
     names = MECHANISMS["tree"].options
     given = {name: value for name, value in request.options.items() if name in names}
-    return fit_tree(request.participation, **request.goal, **given)
+    return fit_tree(request.participation, workload=request.workload, **given)
 
 
 def _unit_columns(request: FitRequest, found: Fit) -> Fit:
@@ -215,13 +206,15 @@ def _bisr(request: FitRequest) -> Fit:
 
 
 def _banded(request: FitRequest) -> Fit:
-    found = fit_banded(request.participation, bands=_kept_bands(request), **request.goal)
-    return _unit_columns(request, found)
+    bands, workload = _kept_bands(request), request.workload
+    return _unit_columns(request, fit_banded(request.participation, bands=bands, workload=workload))
 
 
 def _banded_inverse(request: FitRequest) -> Fit:
-    found = fit_banded_inverse(request.participation, bands=request.bands or 16, **request.goal)
-    return _unit_columns(request, found)
+    bands, workload = request.bands or 16, request.workload
+    return _unit_columns(
+        request, fit_banded_inverse(request.participation, bands=bands, workload=workload)
+    )
 
 
 def _blt(request: FitRequest, *, name: str) -> Fit:
@@ -233,7 +226,7 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     """
     n, _, most = request.layout
     buffers = request.options.get("buffers")
-    if name == "blt_two_sided" and n > STAGED_STEPS and request.objective == "rms":
+    if name == "blt_two_sided" and n > STAGED_STEPS:
         with threadpool_limits(limits=1):
             return fit_staged(
                 request.participation,
@@ -244,13 +237,13 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     taps = 0 if name == "blt" else min(request.options.get("taps", DEFAULT_TAPS), most - 1)
 
     def build(size: int, gains: bool = False) -> Fit:
-        sizes: dict[str, Any] = {"buffers": size, "taps": taps, **request.goal}
+        sizes: dict[str, Any] = {"buffers": size, "taps": taps, "workload": request.workload}
         with threadpool_limits(limits=1):  # tiny matrices: more threads only wait for each other
             if gains and name == "blt_two_sided":
                 return fit_two_sided(request.participation, **sizes)
             return fit_blt(request.participation, gains=gains, **sizes)
 
-    has_gains = MECHANISMS[name].needs_horizon
+    has_gains = name in ("blt_gains", "blt_two_sided")
     if buffers is not None and has_gains:
         return build(buffers, gains=True)
     sizes = [buffers] if buffers is not None else range(1, DEFAULT_BUFFERS + 1)
@@ -265,14 +258,12 @@ def _blt(request: FitRequest, *, name: str) -> Fit:
     if has_gains:
         return build(size, gains=True)
     if most == 1 and n <= NORMALIZED_BLT_STEPS:
-        with suppress(Unsupported):  # no unit columns for this workload or objective
+        with suppress(Unsupported):  # no unit columns for this workload
             return min(fits[size], build(size, gains=True), key=lambda found: found.objective)
     return fits[size]
 
 
 def _dense(request: FitRequest) -> Fit:
-    if request.objective == "max":
-        raise Unsupported('a dense strategy is fitted for objective="rms", got "max"')
     return fit_dense(request.participation, workload=request.workload)
 
 
@@ -292,15 +283,15 @@ MECHANISMS: dict[str, Mechanism] = {
         Mechanism("banded", "best bands of the encoder", _banded, _BANDS, is_cyclic=True),
         Mechanism("banded_inverse", "best bands of the inverse encoder", _banded_inverse, _BANDS),
         *(
-            Mechanism(name, words, partial(_blt, name=name), options, needs_horizon)
-            for name, words, options, needs_horizon in (
-                ("blt", "buffered linear Toeplitz", _BUFFERS, False),
-                ("blt_tapped", "buffered linear Toeplitz with taps by epochs", _TAPS, False),
-                ("blt_gains", "tapped, with one gain per step", _TAPS, True),
-                ("blt_two_sided", "tapped, with gains per step and per draw", _TAPS, True),
+            Mechanism(name, words, partial(_blt, name=name), options)
+            for name, words, options in (
+                ("blt", "buffered linear Toeplitz", _BUFFERS),
+                ("blt_tapped", "buffered linear Toeplitz with taps by epochs", _TAPS),
+                ("blt_gains", "tapped, with one gain per step", _TAPS),
+                ("blt_two_sided", "tapped, with gains per step and per draw", _TAPS),
             )
         ),
-        Mechanism("dense", "best matrix, for small runs", _dense, needs_horizon=True),
+        Mechanism("dense", "best matrix, for small runs", _dense),
     )
 }
 

@@ -32,17 +32,17 @@ from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant
 from noshuffle.participation import AnyOrderEpochs, Epochs, FixedSize
 from noshuffle.participation.patterns import OPEN
 from noshuffle.plan import Plan
-from noshuffle.release.sampler import Sampler
-from noshuffle.training.batches import as_batch, batches_of
-from noshuffle.training.generators import seeded
-from noshuffle.training.hooks import at_work
-from noshuffle.training.named_loader import (
+from noshuffle.release.named_loader import (
     DRAWN,
     OF_CALLER,
     look_through,
     turn_of,
     why_no_places,
 )
+from noshuffle.release.sampler import Sampler
+from noshuffle.training.batches import as_batch, batches_of
+from noshuffle.training.generators import seeded
+from noshuffle.training.hooks import at_work
 from noshuffle.training.rng import restore_rng, rng_state
 from noshuffle.user_warnings import warn_user
 

@@ -27,16 +27,15 @@ from noshuffle.errors import InvalidInput, ProbablyNotMeant, instance_of, whole
 from noshuffle.participation.base import InEpochs
 from noshuffle.plan import Plan
 from noshuffle.plan.statement import PrivacyStatement
+from noshuffle.release.batches import PrivateBatches, check_length
+from noshuffle.release.named_loader import why_no_places
 from noshuffle.training.batches import (
-    PrivateBatches,
     TensorBatches,
     as_batch,
     batches_of,
-    check_length,
     refuse_passes,
     repeats_rows,
 )
-from noshuffle.training.named_loader import why_no_places
 from noshuffle.training.private import Private
 from noshuffle.user_warnings import warn_user
 

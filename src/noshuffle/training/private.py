@@ -36,9 +36,10 @@ from noshuffle.clipping.check import UNCOMPILED
 from noshuffle.clipping.objective import Criterion, cuttable
 from noshuffle.errors import Unsupported
 from noshuffle.plan import Plan
+from noshuffle.release.batches import PrivateBatches
 from noshuffle.training.augment import COPIES, Augment, CopiedBatches
 from noshuffle.training.average import IterateAverage
-from noshuffle.training.batches import PrivateBatches, batches_of
+from noshuffle.training.batches import batches_of
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled
 from noshuffle.training.hooks import at_work, guard, untraced

@@ -15,9 +15,8 @@ from typing import Any
 
 from torch import nn
 
-from noshuffle.errors import InvalidInput, one_of
+from noshuffle.errors import one_of
 from noshuffle.one_owner import OneOwner, in_turn
-from noshuffle.participation.base import InEpochs
 from noshuffle.plan import Plan, PrivacyStatement
 from noshuffle.release.sampler import Sampler
 from noshuffle.training.outcome import Outcome, Unread
@@ -68,13 +67,8 @@ class TrainingRun(OneOwner):
         For a run whose order of the data is lost: it goes on with whole epochs.
         """
         one_of(("epoch",), to=to)
-        rule = self.plan.participation.base
-        if not isinstance(rule, InEpochs):
-            raise InvalidInput("this plan has no epochs; private.skip() passes over one step")
-        left = -self.steps_released % rule.steps_per_epoch
-        for _ in range(left):
-            self.skip()
-        return left
+        self._outcome = None
+        return self._parts.release.pass_over_epoch()
 
     def sampler(self, population: int | None = None) -> Sampler:
         """The secret sampler of a Poisson or fixed-size plan, from the current step on.

@@ -11,10 +11,10 @@ from torch import Tensor, nn
 from noshuffle.clipping import Clip, ClippedSum, ModelLoss
 from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, callables
+from noshuffle.release.batches import RowNames
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
 from noshuffle.training.pass_writes import PassWrites
-from noshuffle.training.row_names import RowNames
 from noshuffle.training.streams import StreamOrder
 
 

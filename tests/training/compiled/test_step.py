@@ -389,7 +389,7 @@ def test_empty_and_sampled_batches():
         rows = torch.from_numpy(sampler.draw(step))
         for private in runs:
             private.step(LOSS, x[rows], y[rows], ids=rows)
-    nobody = type("Nobody", (), {"handed_out": lambda self, t: np.empty(0, int)})()
+    nobody = type("Nobody", (), {"draw": lambda self, t: np.empty(0, int)})()
     for private in runs:
         private._parts.release._sampler = nobody
         private.step(LOSS, x[:0], y[:0], ids=[])

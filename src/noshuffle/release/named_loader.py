@@ -38,7 +38,7 @@ from noshuffle.release.units import Ids
 
 #: Where the order of the data comes from: values of the fact "order".
 DRAWN, IN_TURN, OF_CALLER = "drawn from a public seed", "that of the data set", "the caller's"
-NAME_THEM = "name the unit of every row yourself: private.step(..., ids=)"
+NAME_THEM = "name the unit of every row yourself (ids=)"
 
 
 # -- which row it is -------------------------------------------------------------------------------
@@ -50,10 +50,10 @@ def look_through(dataset: Any) -> tuple[Any, Ids]:
         base, places = look_through(dataset.dataset)
         return base, places[np.asarray(dataset.indices, dtype=np.int64)]
     if isinstance(dataset, ConcatDataset):
-        found = list(map(look_through, dataset.datasets))
-        for base, _ in found:
-            check_base(found[0][0], base)
-        return found[0][0], np.concatenate([places for _, places in found])
+        parts = list(map(look_through, dataset.datasets))
+        for base, _ in parts:
+            check_base(parts[0][0], base)
+        return parts[0][0], np.concatenate([places for _, places in parts])
     try:
         places = np.arange(len(dataset), dtype=np.int64)
     except TypeError:
@@ -131,16 +131,16 @@ class NamedLoader:
     """A loader that gives a `NamedBatch` for batches of indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
-        self._asked = _Asked()
-        self._loader = named(loader, self._asked)
+        self._next = _NextBatches()
+        self._loader = named(loader, self._next)
 
     def read(self, batches: Sequence[Sequence[int]]) -> Iterator[NamedBatch]:
         """These batches, in this order."""
-        self._asked.batches = batches
+        self._next.batches = batches
         return iter(self._loader)
 
 
-class _Asked(BatchSampler):
+class _NextBatches(BatchSampler):
     """The batches that are to be read next."""
 
     batches: Sequence[Sequence[int]] = ()
@@ -191,7 +191,7 @@ class _Collate:
 def why_no_places(loader: Any) -> str:
     """Why the rows of a loader have no places that could be told; "" where they have."""
     if not isinstance(loader, DataLoader):
-        return f"private.batches takes a DataLoader, got a {type(loader).__name__}"
+        return f"batches takes a DataLoader, got a {type(loader).__name__}"
     if type(loader) is not DataLoader:
         return f"a {type(loader).__name__} may read its rows in a way of its own"
     if isinstance(loader.dataset, IterableDataset):
