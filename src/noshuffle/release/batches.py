@@ -31,6 +31,7 @@ from typing import Any, Self
 
 import numpy as np
 import torch as torch
+from torch.utils.data import BatchSampler
 from torch.utils.data import DataLoader as DataLoader
 
 from noshuffle.errors import InvalidInput, whole
@@ -41,11 +42,13 @@ from noshuffle.release.history import History
 from noshuffle.release.named_loader import (
     NAME_THEM,
     OF_CALLER,
+    NamedBatch,
     NamedLoader,
     RowOrder,
     check_base,
     content_of,
     look_through,
+    named,
     turn_of,
     why_no_places,
 )
@@ -193,7 +196,7 @@ class PrivateBatches:
             )
         if why := why_no_places(loader):
             raise InvalidInput(f"{why}; {NAME_THEM}")
-        self._dataset, self._loader = loader.dataset, NamedLoader(loader)
+        self._dataset, self._loader, self._source = loader.dataset, NamedLoader(loader), loader
         self.order = RowOrder(loader, seed=self._release.order_seed)
         #: Steps in one pass.
         self.length = -(-self.order.batches // parts)
@@ -219,6 +222,11 @@ class PrivateBatches:
     def __len__(self) -> int:
         return self.order.batches
 
+    @property
+    def steps_released(self) -> int:
+        """The number of the run's next step."""
+        return self._release.step
+
     def __iter__(self) -> Iterator[Any]:
         """What the loader would give, from the next step on."""
         release, parts = self._release, self._parts
@@ -227,25 +235,45 @@ class PrivateBatches:
         if first >= self._plan.steps:
             return
         number, behind = divmod(first, self.length)
-        start = number * self.length
-        batches = self.order.of_pass(
-            number,
-            turn=turn_of(self._plan, number),
-            begin=lambda: None if self._begin_pass is None else self._begin_pass(start),
-        )
-        release.bind("order", self.order.kind)
+        batches = self.of_pass(number)
         remaining = slice(behind * parts, (behind + self._plan.steps - first) * parts)
         for i, (rows, batch) in enumerate(self._loader.read(batches[remaining])):
             step, part = first + i // parts, i % parts
             if isinstance(batch, Batch) and batch.ids is not None:
                 yield batch
                 continue
-            places = self._name_rows()
-            if not self._is_compared:
-                self._compare(batches, places, start=start)
-                self._is_compared = True
-            if self._names.open(places[rows], step=step, part=part):
+            if self._open(rows, batches, step=step, part=part):
                 yield batch
+
+    def of_pass(self, number: int) -> Sequence[Sequence[int]]:
+        """The batches of a pass; the run keeps to one source of their order."""
+        start = number * self.length
+        batches = self.order.of_pass(
+            number,
+            turn=turn_of(self._plan, number),
+            begin=lambda: None if self._begin_pass is None else self._begin_pass(start),
+        )
+        self._release.bind("order", self.order.kind)
+        return batches
+
+    def loader(self) -> DataLoader[NamedBatch]:
+        """A DataLoader of whole passes, for a loop that counts batches itself; see `open`."""
+        return named(self._source, _WholePass(self))
+
+    def open(self, rows: Sequence[int], *, part: int = 0) -> None:
+        """Name the rows of the batch that the next step, or part of it, takes."""
+        step = self._release.step - (part > 0)
+        batches = [] if self._is_compared else self.of_pass(step // self.length)
+        self._open(rows, batches, step=step, part=part)
+
+    def _open(
+        self, rows: Sequence[int], batches: Sequence[Sequence[int]], *, step: int, part: int
+    ) -> bool:
+        places = self._name_rows()
+        if not self._is_compared:
+            self._compare(batches, places, start=step // self.length * self.length)
+            self._is_compared = True
+        return self._names.open(places[rows], step=step, part=part)
 
     def _compare(self, batches: Sequence[Sequence[int]], places: Ids, *, start: int) -> None:
         """Raise where the sampler of the caller now gives other rows than those on record, in the
@@ -272,6 +300,20 @@ class PrivateBatches:
                     f"record, so the order of this run is lost: {way if is_open else 'b'}egin a "
                     "new run that adds up with it (fork_of=)"
                 )
+
+
+class _WholePass(BatchSampler):
+    """The batches of the pass that the run stands in, from its first one on."""
+
+    def __init__(self, batches: PrivateBatches) -> None:
+        self._batches = batches
+
+    def __iter__(self) -> Iterator[list[int]]:
+        reader = self._batches
+        return map(list, reader.of_pass(reader.steps_released // reader.length))
+
+    def __len__(self) -> int:
+        return len(self._batches)
 
 
 def check_length(plan: Plan, steps: int) -> None:

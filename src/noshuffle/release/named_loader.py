@@ -17,7 +17,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from torch.utils.data import (
@@ -103,26 +103,38 @@ def _is_table(dataset: Any) -> bool:
 # -- the loader built anew -------------------------------------------------------------------------
 
 
+class NamedBatch(NamedTuple):
+    """A batch, and the index of each of its rows in the data set of the loader."""
+
+    rows: list[int]
+    batch: Any
+
+
+def named(loader: DataLoader[Any], batches: Any) -> DataLoader[NamedBatch]:
+    """The loader built anew: it gives a `NamedBatch` for every list of indices in `batches`."""
+    return DataLoader(
+        _Rows(loader.dataset),
+        batch_sampler=batches,
+        collate_fn=_Collate(loader.collate_fn),
+        num_workers=loader.num_workers,
+        pin_memory=loader.pin_memory,
+        timeout=loader.timeout,
+        worker_init_fn=loader.worker_init_fn,
+        multiprocessing_context=loader.multiprocessing_context,
+        generator=loader.generator,
+        prefetch_factor=loader.prefetch_factor,
+        persistent_workers=loader.persistent_workers,
+    )
+
+
 class NamedLoader:
-    """A loader that gives (indices, batch) for batches of indices."""
+    """A loader that gives a `NamedBatch` for batches of indices."""
 
     def __init__(self, loader: DataLoader[Any]) -> None:
         self._next = _NextBatches()
-        self._loader = DataLoader(
-            _Rows(loader.dataset),
-            batch_sampler=self._next,
-            collate_fn=_Collate(loader.collate_fn),
-            num_workers=loader.num_workers,
-            pin_memory=loader.pin_memory,
-            timeout=loader.timeout,
-            worker_init_fn=loader.worker_init_fn,
-            multiprocessing_context=loader.multiprocessing_context,
-            generator=loader.generator,
-            prefetch_factor=loader.prefetch_factor,
-            persistent_workers=loader.persistent_workers,
-        )
+        self._loader = named(loader, self._next)
 
-    def read(self, batches: Sequence[Sequence[int]]) -> Iterator[tuple[list[int], Any]]:
+    def read(self, batches: Sequence[Sequence[int]]) -> Iterator[NamedBatch]:
         """These batches, in this order."""
         self._next.batches = batches
         return iter(self._loader)
@@ -149,6 +161,9 @@ class _Rows(Dataset[Any]):
     def __init__(self, dataset: Any) -> None:
         self.dataset = dataset
 
+    def __len__(self) -> int:
+        return len(self.dataset)
+
     def __getitem__(self, index: int) -> tuple[int, Any]:
         return index, self.dataset[index]
 
@@ -169,8 +184,8 @@ class _Collate:
     def __init__(self, collate: Callable[[list[Any]], Any]) -> None:
         self.collate = collate
 
-    def __call__(self, items: list[tuple[int, Any]]) -> tuple[list[int], Any]:
-        return [index for index, _ in items], self.collate([row for _, row in items])
+    def __call__(self, items: list[tuple[int, Any]]) -> NamedBatch:
+        return NamedBatch([index for index, _ in items], self.collate([row for _, row in items]))
 
 
 def why_no_places(loader: Any) -> str:
