@@ -47,8 +47,8 @@ from noshuffle.plan import Plan
 from noshuffle.release.folder import RunFolder, load
 from noshuffle.release.history import History
 from noshuffle.training import Private, privatize
+from noshuffle.training.criterion import PrivateOptimizer
 from noshuffle.training.rng import restore_rng
-from noshuffle.training.unchanged import PrivateOptimizer
 
 __all__ = ["PrivateTrainer", "output_loss", "participation_of"]
 

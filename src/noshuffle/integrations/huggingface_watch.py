@@ -25,7 +25,7 @@ from noshuffle.integrations.huggingface_checks import (
     steps_per_epoch,
 )
 from noshuffle.integrations.huggingface_padding import refuse_padding
-from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.criterion import PrivateOptimizer
 
 #: The number of the part of a step whose seed collators draw by (`Release.seed`).
 LOADER = 2**21
@@ -75,11 +75,10 @@ class StepOptimizer(PrivateOptimizer):
     """Stands in for the Trainer's optimizer; `step` releases what the Trainer has collected."""
 
     def __init__(self, trainer: Any) -> None:
-        base = trainer.private.optimizer
-        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
+        super().__init__(trainer.private)
         self._release = trainer.release
 
-    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         self._release()
 
 
