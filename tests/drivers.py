@@ -19,6 +19,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -59,7 +60,7 @@ def drive_sum(folder: Path, plan: Plan) -> Iterator[Release]:
     sums.close()
 
 
-def drive_training(folder: Path, plan: Plan) -> Iterator[Release]:
+def drive_training(folder: Path, plan: Plan, *, is_loop: bool = False) -> Iterator[Release]:
     torch.manual_seed(0)
     model = nn.Linear(SIZE, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -69,11 +70,16 @@ def drive_training(folder: Path, plan: Plan) -> Iterator[Release]:
             model, optimizer, plan, clip_norm=1.0, batch_size=1, run=folder, save_every=1e9
         )
         private.resume()
+        criterion: Any = private.criterion(nn.MSELoss()) if is_loop else None
         while private.steps_released < plan.steps:
             step = private.steps_released
             before = model.weight.detach().clone()
-            x = torch.ones(UNITS, SIZE)
-            private.step(nn.MSELoss(), x, torch.ones(UNITS, 1), ids=units(step))
+            x, y = torch.ones(UNITS, SIZE), torch.ones(UNITS, 1)
+            if is_loop:
+                criterion(model(x), y, ids=units(step)).backward()
+                private.optimizer.step()
+            else:
+                private.step(nn.MSELoss(), x, y, ids=units(step))
             yield step, (before - model.weight.detach()).numpy()[0]
             if private.steps_released % SAVE_EVERY == 0:
                 private.save()
@@ -156,6 +162,7 @@ def drive_stream(folder: Path, plan: Plan) -> Iterator[Release]:
 DRIVERS: dict[str, Drive] = {
     "sum": drive_sum,
     "training": drive_training,
+    "loop": partial(drive_training, is_loop=True),
     "rounds": drive_rounds,
     "stream": drive_stream,
 }

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 import torch
+from tests.clipping.test_engines import LAYERS
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
@@ -124,6 +125,20 @@ def test_keyword_inputs_a_part_of_the_output_and_layers_of_many_kinds() -> None:
         plain.step(ModelLoss(rows, by_row=True), (tokens + t) % 11, mask, labels)
         torch.testing.assert_close(weights(loop), weights(plain), rtol=1e-5, atol=1e-6)
     assert loop.fallbacks == []
+
+
+@pytest.mark.parametrize("name", [name for name in LAYERS if "fallback" not in name])
+def test_every_layer_with_a_rule_is_recorded(name: str) -> None:
+    torch.manual_seed(0)
+    model, x = LAYERS[name]()
+    model = model.to(x.dtype if x.is_floating_point() else torch.float64)
+    y = torch.arange(len(x)) % 2
+    loop, plain = begin(copy.deepcopy(model)), begin(copy.deepcopy(model))
+    criterion = loop.criterion(F.cross_entropy)
+    for _ in range(2):
+        loop_step(loop, criterion, x, y)
+        plain.step(F.cross_entropy, x, y)
+        torch.testing.assert_close(weights(loop), weights(plain), rtol=1e-9, atol=1e-9)
 
 
 class Autoencoder(nn.Module):
@@ -396,6 +411,20 @@ def test_users_and_rows_that_are_dropped() -> None:
         assert loop.outcome is not None
         assert plain.outcome is not None
         assert loop.outcome.dropped == plain.outcome.dropped
+
+
+def test_batches_that_are_drawn_in_secret() -> None:
+    rule = ns.Poisson(steps=4, rate=0.5)
+    plan = ns.Plan.fit(rule, mechanism="identity", noise_multiplier=1.0, delta=1e-5)
+    loop, plain = begin(plan=plan), begin(plan=plan)
+    criterion, draws = loop.criterion(CE), plain.sampler(8)
+    for step, rows in enumerate(loop.sampler(8)):
+        criterion(loop.model(X[rows]), Y[rows], ids=rows).backward()
+        loop.optimizer.step()
+        assert list(draws.hand_out(step)) == list(rows)
+        plain.step(CE, X[rows], Y[rows], ids=rows)
+        torch.testing.assert_close(weights(loop), weights(plain), rtol=1e-5, atol=1e-6)
+    assert loop.steps_released == 4
 
 
 def test_huge_nan_and_no_rows() -> None:

@@ -62,6 +62,9 @@ NOTHING_SENT = (
     "private.criterion(loss_fn) before the loop, and loss = criterion(model(x), y); "
     "loss.backward() in it"
 )
+NO_RULES = (
+    "the loop with loss.backward() needs layer rules ({why}); use private.step(loss_fn, x, y)"
+)
 RAW = (
     "parameter {name!r} has a gradient that did not come from private.criterion (a second loss, a "
     "penalty, a plain loss.backward()), and it would be raw; put all terms into the function of "
@@ -115,17 +118,16 @@ class PrivateCriterion:
         autocast = autocast_of(device)
         loss_fn, batch = as_step(self._fn, one, taken, targets, autocast=autocast)
         sent = _Losses(one, outputs, rows, loss_fn, batch, ids, autocast)
+        losses = rows.detach()
+        finite = losses.isfinite()
+        mean = torch.where(finite, losses, 0.0).sum() / finite.sum()
         token = torch.zeros((), device="cpu", requires_grad=True)
-        with torch.no_grad():
-            finite = rows.detach().isfinite()
-            mean = torch.where(finite, rows.detach(), 0.0).sum() / finite.sum()
-        optimizer = self._private.optimizer
-        shown: Tensor = _Shown.apply(_Token.apply(token, partial(optimizer.add, sent)), mean)  # type: ignore[no-untyped-call]
-        return shown
+        zero: Tensor = _Token.apply(token, partial(self._private.optimizer.add, sent))  # type: ignore[no-untyped-call]
+        return mean + zero.to(mean)
 
 
 class _Token(torch.autograd.Function):
-    """Calls `send` when a gradient comes back, whatever it is.
+    """Zero, which calls `send` when a gradient comes back, whatever that is.
 
     It is on the host, whose part of a backward pass runs in the thread that called it.
     """
@@ -139,18 +141,6 @@ class _Token(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, None]:
         ctx.send()
         return None, None
-
-
-class _Shown(torch.autograd.Function):
-    """The number that a loop logs, in the place of the token."""
-
-    @staticmethod
-    def forward(ctx: Any, token: Tensor, value: Tensor) -> Tensor:
-        return value.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None]:
-        return torch.zeros((), device="cpu"), None
 
 
 @dataclass
@@ -295,14 +285,12 @@ class PrivateOptimizer(torch.optim.Optimizer):
             engine: Any = parts.engine  # a Ghost, as `Private.criterion` has seen
             shot, rules = engine.rules_for(parts.model, sent.loss_fn, sent.batch)
             if rules.reason is not None:
-                raise Unsupported(
-                    f"the loop with loss.backward() needs layer rules ({rules.reason}); use "
-                    "private.step(loss_fn, x, y)"
-                )
+                raise Unsupported(NO_RULES.format(why=rules.reason))
             if one.changed:
                 PerExample().reconsider(
                     parts.model, sent.loss_fn, sent.batch, one.changed, in_batches=True
                 )
+                rules.findings.may_change.update(one.changed)
         self._private.recorder.learn(one, shot, rules)
         return one.is_recorded_by(rules)
 
@@ -350,7 +338,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         """Release the step: noise, division, update."""
         private, parts = self._private, self._parts
         parts.release.check_open()
-        if hasattr(self, "grad_scale"):
+        if "grad_scale" in self.__dict__:  # set by a GradScaler
+            del self.__dict__["grad_scale"]
             raise Unsupported(SCALED)
         loss = None
         if closure is not None:

@@ -40,7 +40,7 @@ from noshuffle.training.average import IterateAverage
 from noshuffle.training.batches import PrivateBatches, batches_of
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled
-from noshuffle.training.criterion import PrivateCriterion, PrivateOptimizer
+from noshuffle.training.criterion import NO_RULES, PrivateCriterion, PrivateOptimizer
 from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome, Unread
 from noshuffle.training.recorder import Recorder
@@ -236,10 +236,7 @@ class Private(TrainingRun):
             )
         if not isinstance(self._parts.engine, Ghost):
             why = getattr(self._parts.engine, "why", type(self._parts.engine).__name__)
-            raise Unsupported(
-                f"the loop with loss.backward() needs layer rules ({why}); use "
-                "private.step(loss_fn, x, y)"
-            )
+            raise Unsupported(NO_RULES.format(why=why))
         if self.recorder is None:
             self.recorder = Recorder(self._parts, self.optimizer.next_part)
         return PrivateCriterion(self, fn)

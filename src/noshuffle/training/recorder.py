@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack
+from contextlib import ExitStack, nullcontext
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -21,6 +21,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from noshuffle.clipping.check import as_written
 from noshuffle.clipping.ghost_forms import RecordedPass
 from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.objective import BatchShape, cuttable, shape_of
@@ -210,6 +211,7 @@ class Recorder:
             names=shot.names,
             early=parts.device.type == "cuda" and not parts.groups_users,
         )
+        stack.enter_context(as_written(parts.model) if shot.is_compiled else nullcontext())
         shot.watch.begin()
         stack.callback(find_changes)
         stack.enter_context(one.recorded.hooks())
@@ -230,9 +232,9 @@ class Recorder:
 
         `output`: what the model returned, or a structure of tensors of it.
         """
-        leaves, spec = tree_flatten(output)
-        is_made_of_them = all(isinstance(leaf, Tensor) for leaf in leaves)
-        tensors = leaves if is_made_of_them else tensors_of(output)
+        tensors, spec = tree_flatten(output)
+        if not all(isinstance(tensor, Tensor) for tensor in tensors):
+            raise Unsupported(NOT_ITS_OUTPUT)
         passes = {one for one in map(self._passes.get, tensors) if one is not None}
         if len(passes) > 1:
             raise Unsupported(
@@ -245,8 +247,6 @@ class Recorder:
         numbers = one.numbers_of(tensors)
 
         def taken(whole: Any) -> Any:
-            if not is_made_of_them:
-                return whole
             found = tensors_of(whole)
             return tree_unflatten([found[number] for number in numbers], spec)
 
