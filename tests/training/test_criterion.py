@@ -20,7 +20,13 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, ModelLoss, PerExample
-from noshuffle.errors import InvalidInput, NoshuffleError, ParticipationViolation, Unsupported
+from noshuffle.errors import (
+    InvalidInput,
+    NoshuffleError,
+    ParticipationViolation,
+    ProbablyNotMeant,
+    Unsupported,
+)
 from noshuffle.noise import test_source as make_source
 from noshuffle.training import privatize
 
@@ -194,6 +200,13 @@ def test_a_gan_whose_discriminator_is_private() -> None:
         optimizer.step()
         assert not torch.equal(before, generator.weight)
     assert private.steps_released == 3
+
+
+def test_what_is_in_front_of_the_model_is_not_trained_and_a_warning_says_so() -> None:
+    private, encoder = begin(), nn.Linear(3, 3)
+    with pytest.warns(ProbablyNotMeant, match="nothing is sent back into it"):
+        loop_step(private, private.criterion(CE), encoder(X), Y)
+    assert encoder.weight.grad is None
 
 
 def test_two_criteria_in_turn_need_no_second_pass() -> None:

@@ -46,13 +46,14 @@ from noshuffle.clipping.objective import (
 from noshuffle.clipping.per_example import PerExample
 from noshuffle.clipping.products import exactly
 from noshuffle.clipping.units import by_unit, finish, members
-from noshuffle.errors import InvalidInput, Unsupported
+from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.participation import Mask
 from noshuffle.release.units import Ids
 from noshuffle.training.hooks import at_work, untraced
 from noshuffle.training.recorder import Autocast, ForwardPass, autocast_of
 from noshuffle.training.step import Step, unit_numbers
 from noshuffle.training.step_parts import Parts
+from noshuffle.user_warnings import warn_user
 
 #: What losses under float16 autocast are multiplied by, and their sums divided by: gradients below
 #: 6e-8 would vanish on their way.
@@ -64,6 +65,10 @@ NOTHING_SENT = (
 )
 NO_RULES = (
     "the loop with loss.backward() needs layer rules ({why}); use private.step(loss_fn, x, y)"
+)
+UPSTREAM = (
+    "an input of the private model has a gradient graph, and nothing is sent back into it: what "
+    "made it is not trained by this loss; give detach() of it, or privatize both as one model"
 )
 RAW = (
     "parameter {name!r} has a gradient that did not come from private.criterion (a second loss, a "
@@ -110,6 +115,8 @@ class PrivateCriterion:
                 "private.criterion(lambda out, y: a(out, y) + b(out, y))"
             )
         one.has_criterion = True
+        if one.has_upstream:
+            warn_user(UPSTREAM, ProbablyNotMeant)
         size, targets, device = one.shape.size, cuttable(targets), self._private._parts.device
         rows = torch.zeros(0, device=device)
         if size:

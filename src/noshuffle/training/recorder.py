@@ -87,10 +87,15 @@ class ForwardPass:
         self.stamps = [*map(_stamp, outputs), *map(_stamp, _tensors(self.inputs))]
         return outputs
 
+    @property
+    def has_upstream(self) -> bool:
+        """Whether something in front of the model would be trained by its loss."""
+        return any(tensor.requires_grad for tensor in _tensors(self.inputs))
+
     def numbers_of(self, tensors: list[Tensor]) -> list[int]:
         """Which of the outputs these are; raises if they are none, or no longer what they were."""
         known = [output() for output in self.outputs]
-        numbers = [next((i for i, t in enumerate(known) if t is own), -1) for own in tensors]
+        numbers = [next((i for i, t in enumerate(known) if t is one), -1) for one in tensors]
         if -1 in numbers or any(_stamp(t) != self.stamps[i] for i, t in zip(numbers, tensors)):
             raise Unsupported(NOT_ITS_OUTPUT)
         if list(map(_stamp, _tensors(self.inputs))) != self.stamps[len(known) :]:
