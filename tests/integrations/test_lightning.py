@@ -229,6 +229,17 @@ def test_clips_by_hand_have_nothing_to_act_on(tmp_path):
     agree(fit(tmp_path, Clips()).model, by_hand(1, is_loop=True), **EXACT)
 
 
+def test_the_last_step_has_all_its_batches(tmp_path):
+    """Its row is written with the first of them."""
+    callback = PrivateCallback(planned(2, 1), clip_norm=0.5, batch_size=8)
+    module = Module()
+    module.criterion = callback.criterion(nn.functional.cross_entropy)
+    trainer = pl.Trainer(**SETTINGS, max_epochs=1, callbacks=[callback], accumulate_grad_batches=2)
+    data = DataLoader(TensorDataset(X[:16], Y[:16]), batch_size=4)
+    trainer.fit(module, callback.batches(data))
+    assert len(callback.private.outcome.losses) == 8
+
+
 def test_a_checkpoint_of_lightning_names_the_run_and_holds_no_noise(tmp_path):
     saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
     run = tmp_path / "run"

@@ -146,7 +146,8 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             refuse_passes(plan, steps=int(steps), per_pass=length, advice=advice)
 
     def _stop_with_the_plan(self, trainer: Any) -> None:
-        trainer.should_stop |= self.private.steps_released >= self.plan.steps
+        is_between_steps = self.private.optimizer.next_part()[1] == 0
+        trainer.should_stop |= is_between_steps and self.private.steps_released >= self.plan.steps
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.private.run is not None:
