@@ -159,11 +159,6 @@ class Private(TrainingRun):
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
-        with self._accumulate() as step:
-            yield step
-
-    @contextmanager
-    def _accumulate(self) -> Iterator[Step]:
         self.check_owner()
         if self._optimizer is not None:
             self._optimizer.check_closed()
