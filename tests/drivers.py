@@ -20,6 +20,7 @@ import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -84,7 +85,7 @@ def drive_loader(folder: Path, plan: Plan) -> Iterator[Release]:
     sums.close()
 
 
-def drive_training(folder: Path, plan: Plan) -> Iterator[Release]:
+def drive_training(folder: Path, plan: Plan, *, is_loop: bool = False) -> Iterator[Release]:
     torch.manual_seed(0)
     model = nn.Linear(SIZE, 1, bias=False)
     optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
@@ -94,11 +95,16 @@ def drive_training(folder: Path, plan: Plan) -> Iterator[Release]:
             model, optimizer, plan, clip_norm=1.0, batch_size=1, run=folder, save_every=1e9
         )
         private.resume()
+        criterion: Any = private.criterion(nn.MSELoss()) if is_loop else None
         while private.steps_released < plan.steps:
             step = private.steps_released
             before = model.weight.detach().clone()
-            x = torch.ones(UNITS, SIZE)
-            private.step(nn.MSELoss(), x, torch.ones(UNITS, 1), ids=units(step))
+            x, y = torch.ones(UNITS, SIZE), torch.ones(UNITS, 1)
+            if is_loop:
+                criterion(model(x), y, ids=units(step)).backward()
+                private.optimizer.step()
+            else:
+                private.step(nn.MSELoss(), x, y, ids=units(step))
             yield step, (before - model.weight.detach()).numpy()[0]
             if private.steps_released % SAVE_EVERY == 0:
                 private.save()
@@ -182,6 +188,7 @@ DRIVERS: dict[str, Drive] = {
     "sum": drive_sum,
     "loader": drive_loader,
     "training": drive_training,
+    "loop": partial(drive_training, is_loop=True),
     "rounds": drive_rounds,
     "stream": drive_stream,
 }

@@ -97,12 +97,13 @@ def _trained(kind: str) -> torch.Tensor:
     common = {"clip_norm": 1.0, "batch_size": ROWS, "source": test_source(seed=3)}
     private = privatize(model, optimizer, plan, **common)
     loss_fn = nn.CrossEntropyLoss()
+    criterion = private.criterion(loss_fn) if kind == "loop" else loss_fn
     for step in range(2 * STEPS):
         rows = np.arange(ROWS) + ROWS * (step % STEPS)
         xs, ys = x[rows], y[rows]
         if kind == "loop":
             private.optimizer.zero_grad()
-            loss_fn(model(xs), ys).backward()
+            criterion(model(xs), ys).backward()
             private.optimizer.step()
         else:
             private.step(loss_fn, xs, ys, ids=rows // 2 if kind == "users" else rows)

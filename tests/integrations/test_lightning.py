@@ -11,7 +11,7 @@ from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
 import noshuffle as ns
-from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
+from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import test_source
 from noshuffle.training import privatize
 
@@ -42,12 +42,14 @@ def cnn(seed=0):
 
 
 class Module(pl.LightningModule):
+    criterion = staticmethod(nn.functional.cross_entropy)
+
     def __init__(self, seed=0):
         super().__init__()
         self.net = cnn(seed)
 
     def training_step(self, batch, index):
-        loss = nn.functional.cross_entropy(self.net(batch[0]), batch[1])
+        loss = self.criterion(self.net(batch[0]), batch[1])
         self.log("loss", loss)
         return loss
 
@@ -84,9 +86,8 @@ def fit(
     plan=None,
     parts=1,
     shuffle=False,
-    ids=None,
+    is_plain=False,
     extra=(),
-    is_quiet=True,
     **options,
 ):
     private = PrivateCallback(
@@ -94,31 +95,29 @@ def fit(
         clip_norm=0.5,
         batch_size=4 * parts,
         run=run,
-        ids=ids,
         source=test_source(seed=1),
     )
     settings = {**SETTINGS, "max_epochs": 2, "default_root_dir": root}
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore" if is_quiet else "default")
+        warnings.simplefilter("ignore")
         trainer = pl.Trainer(
             **{**settings, **options}, accumulate_grad_batches=parts, callbacks=[private, *extra]
         )
-        trainer.fit(module, DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=shuffle))
+        if not is_plain:
+            module.criterion = private.criterion(nn.functional.cross_entropy)
+        loader = DataLoader(TensorDataset(X, Y), batch_size=4, shuffle=shuffle)
+        trainer.fit(module, private.batches(loader))
     return private.private
 
 
-def places(batch):
-    index = {tuple(x.flatten().tolist()): i for i, x in enumerate(X)}
-    return [index[tuple(x.flatten().tolist())] for x in batch[0]]
-
-
 def by_hand(parts, *, is_loop, epochs=2, lost=()):
-    """`private.step` in parts, or `loss.backward(); private.optimizer.step()`."""
+    """`private.step` in parts, or the loop with a criterion."""
     model, plan = cnn(), planned(-(-5 // parts), epochs)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
     schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.7)
     size = {"clip_norm": 0.5, "batch_size": 4 * parts, "source": test_source(seed=1)}
     private = privatize(model, optimizer, plan, **size)
+    criterion = private.criterion(nn.functional.cross_entropy)
     for _ in range(epochs):
         for start in range(0, 18, 4 * parts):
             if private.steps_released in lost:
@@ -127,7 +126,7 @@ def by_hand(parts, *, is_loop, epochs=2, lost=()):
             if is_loop:
                 for at in range(start, min(start + 4 * parts, 18), 4):
                     rows = slice(at, min(at + 4, 18))
-                    (nn.functional.cross_entropy(model(X[rows]), Y[rows]) / parts).backward()
+                    (criterion(model(X[rows]), Y[rows]) / parts).backward()
                 private.optimizer.step()
                 continue
             with private.accumulate() as step:
@@ -166,7 +165,7 @@ def test_the_same_as_by_hand_to_the_bit(tmp_path, parts):
 @pytest.mark.parametrize(("parts", "stop"), [(1, 7), (2, 4), (1, 5)])
 def test_a_stopped_run_goes_on_with_the_next_epoch(tmp_path, parts, stop):
     length = -(-5 // parts)
-    how = {"plan": planned(length, 3), "parts": parts, "max_epochs": 3, "ids": places}
+    how = {"plan": planned(length, 3), "parts": parts, "max_epochs": 3}
     run = tmp_path / "run"
     with pytest.raises(RuntimeError, match="killed"):
         fit(tmp_path, Module(), run=run, extra=[Stop(stop)], **how)
@@ -189,12 +188,12 @@ class OwnForward(Module):
         return self.last(self.first(x))
 
     def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self(batch[0]), batch[1])
+        return self.criterion(self(batch[0]), batch[1])
 
 
 class PastForward(OwnForward):
     def training_step(self, batch, index):
-        return nn.functional.cross_entropy(self.last(self.first(batch[0])), batch[1])
+        return self.criterion(self.last(self.first(batch[0])), batch[1])
 
 
 def test_which_module_is_heard(tmp_path):
@@ -202,12 +201,14 @@ def test_which_module_is_heard(tmp_path):
     private = fit(tmp_path, module := OwnForward())
     assert private.model is module
     assert private.steps_released == 10
-    with pytest.raises(InvalidInput, match="no backward pass"):
+    with pytest.raises(Unsupported, match="what the private model returned"):
         fit(tmp_path, PastForward())
+    with pytest.raises(InvalidInput, match=r"write criterion = private\.criterion"):
+        fit(tmp_path, Module(), is_plain=True)
 
 
-def test_ids_and_half_precision(tmp_path):
-    private = fit(tmp_path, Module(), ids=places, precision="bf16-mixed")
+def test_names_and_half_precision(tmp_path):
+    private = fit(tmp_path, Module(), precision="bf16-mixed")
     assert private.statement().participation_checked
     assert private.steps_released == 10
 
@@ -224,46 +225,56 @@ class Clips(Module):
         nn.utils.clip_grad_norm_(self.parameters(), 1e-3)
 
 
-class Terms(Module):
-    def training_step(self, batch, index):
-        out = self.net(batch[0])
-        return 0.5 * nn.functional.cross_entropy(out, batch[1]) + 0.5 * out.square().mean()
+def test_clips_by_hand_have_nothing_to_act_on(tmp_path):
+    agree(fit(tmp_path, Clips()).model, by_hand(1, is_loop=True), **EXACT)
 
 
-def test_clips_by_hand_are_warned_of_and_several_terms_are_read(tmp_path):
-    with pytest.warns(ProbablyNotMeant, match="has no effect"):
-        clipped = fit(tmp_path, Clips(), is_quiet=False)
-    agree(clipped.model, by_hand(1, is_loop=True), **EXACT)
-    assert fit(tmp_path, Terms()).steps_released == 10
+def test_the_last_step_has_all_its_batches(tmp_path):
+    """Its row is written with the first of them."""
+    callback = PrivateCallback(planned(2, 1), clip_norm=0.5, batch_size=8)
+    module = Module()
+    module.criterion = callback.criterion(nn.functional.cross_entropy)
+    trainer = pl.Trainer(**SETTINGS, max_epochs=1, callbacks=[callback], accumulate_grad_batches=2)
+    data = DataLoader(TensorDataset(X[:16], Y[:16]), batch_size=4)
+    trainer.fit(module, callback.batches(data))
+    assert len(callback.private.outcome.losses) == 8
+
+
+def test_a_checkpoint_of_lightning_names_the_run_and_holds_no_noise(tmp_path):
+    saved = pl.callbacks.ModelCheckpoint(tmp_path / "saved", save_last=True)
+    run = tmp_path / "run"
+    fit(tmp_path, Module(), run=run, extra=[saved], enable_checkpointing=True)
+    state = torch.load(tmp_path / "saved" / "last.ckpt", weights_only=False)
+    (own,) = [value for key, value in state["callbacks"].items() if "Private" in key]
+    assert own == {"step": 10, "run": str(run)}
 
 
 def test_independent_noise_may_be_shuffled_and_a_callback_is_for_one_fit(tmp_path):
     plan = ns.Plan.fit(ns.Epochs(2, 5), mechanism="identity", noise_multiplier=0.5)
-    for ids in (places, None):
-        made = fit(tmp_path, Module(), plan=plan, shuffle=True, ids=ids)
-        assert made.steps_released == 10
-        assert made.statement().participation_checked is (ids is not None)
+    made = fit(tmp_path, Module(), plan=plan, shuffle=True)
+    assert made.steps_released == 10
+    assert made.statement().participation_checked
     private = PrivateCallback(planned(5), clip_norm=0.5, batch_size=4, source=test_source(seed=1))
     for times in range(2):
         trainer = pl.Trainer(
             **SETTINGS, max_epochs=1, callbacks=[private], default_root_dir=tmp_path
         )
-        loader = DataLoader(TensorDataset(X, Y), batch_size=4)
+        loader = private.batches(DataLoader(TensorDataset(X, Y), batch_size=4))
+        module = Module()
+        module.criterion = private.criterion(module.criterion)
         if times:
             with pytest.raises(InvalidInput, match="another trainer"):
-                trainer.fit(Module(), loader)
+                trainer.fit(module, loader)
         else:
-            trainer.fit(Module(), loader)
+            trainer.fit(module, loader)
 
 
 class PastOptimizer(Module):
-    """Trains on raw gradients."""
+    """Takes no private step."""
 
     def optimizer_step(self, epoch, index, optimizer, closure):
         closure()
-        with torch.no_grad():
-            for p in self.parameters():
-                p -= 0.1 * p.grad
+        assert all(p.grad is None for p in self.parameters())
 
 
 class Plateau(Module):
@@ -274,7 +285,7 @@ class Plateau(Module):
 
 
 def test_raw_steps_and_raw_choices_are_refused(tmp_path):
-    with pytest.raises(InvalidInput, match="1 steps, the private run 0"):
+    with pytest.raises(InvalidInput, match=r"take it by private\.optimizer|had taken the first"):
         fit(tmp_path, PastOptimizer())
     for module, extra in (
         (Plateau(), []),
@@ -303,10 +314,12 @@ def test_what_the_guarantee_does_not_cover_is_refused(tmp_path):
     torch.distributed.destroy_process_group()  # Lightning leaves it; Trainers of others join it
     with pytest.raises(Unsupported, match="a compiled module"):
         fit(tmp_path, torch.compile(Module(), backend="eager"))
-    with pytest.raises(InvalidInput, match="no backward pass"):
+    with pytest.raises(InvalidInput, match="no loss of private"):
         fit(tmp_path, Nothing())
-    with pytest.raises(InvalidInput, match="shuffle=False"):
-        fit(tmp_path, Module(), shuffle=True)
+    callback = PrivateCallback(planned(5), clip_norm=0.5, batch_size=4)
+    trainer = pl.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=[callback], **SETTINGS)
+    with pytest.raises(InvalidInput, match=r"callback\.batches\(loader\)"):
+        trainer.fit(Module(), DataLoader(TensorDataset(X, Y), batch_size=4))
     with pytest.raises(InvalidInput, match="makes 15 steps"):
         fit(tmp_path, Module(), max_epochs=3)
 
@@ -317,8 +330,8 @@ def test_an_epoch_of_another_length_is_refused_before_the_first_step(tmp_path):
         callback.statement()
     loader = DataLoader(TensorDataset(torch.randn(16, 1, 6, 6), torch.arange(16) % 4), batch_size=8)
     trainer = pl.Trainer(max_epochs=2, default_root_dir=tmp_path, callbacks=[callback], **SETTINGS)
-    with pytest.raises(InvalidInput, match="makes 2 steps in an epoch, the plan has 3"):
-        trainer.fit(Module(), loader)
+    with pytest.raises(InvalidInput, match="the plan has 3 steps per epoch, the data has 2"):
+        trainer.fit(Module(), callback.batches(loader))
     assert not callback.private.steps_released
 
 
@@ -327,34 +340,5 @@ def test_a_plan_of_fewer_passes_is_refused_before_the_first_step(tmp_path):
     plan = ns.Plan.fit(ns.SinglePass(12), mechanism="tree", noise_multiplier=0.5, delta=1e-5)
     for shuffle in (False, True):
         with pytest.raises(InvalidInput, match=r"same rows 2 times.*Epochs\(epochs=2"):
-            fit(tmp_path, Module(), plan=plan, shuffle=shuffle, ids=lambda batch: batch[1])
+            fit(tmp_path, Module(), plan=plan, shuffle=shuffle)
     assert fit(tmp_path, Module(), plan=plan, max_epochs=1).steps_released == 5
-
-
-class TwoSets(Module):
-    """Learns from two loaders at once."""
-
-    def training_step(self, batch, index):
-        x, y = (torch.cat(parts) for parts in zip(*batch))
-        return super().training_step((x, y), index)
-
-
-def test_a_loader_that_begins_again_within_an_epoch_is_refused(tmp_path):
-    """Lightning's way with several loaders: rows of the shorter one took part three times in an
-    epoch, which nobody saw, as no two batches were the same as a whole."""
-
-    def fitted(rows, shuffle=False, **own):
-        callback = PrivateCallback(planned(6), clip_norm=1.0, batch_size=8, **own)
-        settings = {"max_epochs": 2, "default_root_dir": tmp_path, **SETTINGS}
-        sets = [
-            TensorDataset(torch.randn(n, *X.shape[1:]), torch.arange(n) % 4) for n in (24, rows)
-        ]
-        loaders = [DataLoader(one, batch_size=4, shuffle=shuffle) for one in sets]
-        pl.Trainer(callbacks=[callback], **settings).fit(TwoSets(), loaders)
-        return callback.private.steps_released
-
-    with pytest.raises(InvalidInput, match="begin again within an epoch"):
-        fitted(8)
-    with pytest.raises(InvalidInput, match="shuffles its data anew"):
-        fitted(24, shuffle=True)
-    assert fitted(24) == 12

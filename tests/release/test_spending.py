@@ -113,11 +113,10 @@ def test_facts_become_sentences():
     said = notes_of(
         {
             "test_key": "yes",
-            "unchanged_loop": "yes",
             "adaptive_clip": "yes",
         }
     )
-    assert len(said) == 5
+    assert len(said) == 4
     assert said[0].startswith("NOT PRIVATE")
     said = notes_of(
         {

@@ -123,7 +123,7 @@ def test_privatize_augments_and_states_the_same() -> None:
     with pytest.raises(Unsupported, match=r"private\.step"), run.accumulate():
         pass
     with pytest.raises(Unsupported, match=r"private\.step"):
-        _ = run.optimizer
+        run.criterion(LOSS)
     with pytest.raises(InvalidInput, match="larger than its shift"):
         run.step(LOSS, x[:2, :, :4, :4], y[:2], ids=[0, 1])
     with pytest.raises(InvalidInput, match="copies"):

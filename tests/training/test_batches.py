@@ -431,8 +431,9 @@ def test_a_step_of_several_batches(tmp_path: Path) -> None:
 
 def test_the_loop_that_people_have(tmp_path: Path) -> None:
     private = begin(run=tmp_path)
+    criterion = private.criterion(LOSS)
     for x, y in private.batches(loader(shuffle=True, drop_last=False)):
-        LOSS(private.model(x), y).backward()
+        criterion(private.model(x), y).backward()
         private.optimizer.step()
     assert sorted(chain(*on_record(tmp_path))) == list(range(N))
     assert private.statement().participation_checked

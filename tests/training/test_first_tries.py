@@ -40,9 +40,10 @@ def steps(private: Private, count: int, first: int = 0) -> None:
 def test_a_closed_run_says_so(folder: str | None, tmp_path: Path) -> None:
     private = start(run=None if folder is None else tmp_path / folder)
     steps(private, 2)
-    optimizer = private.optimizer
+    optimizer, criterion = private.optimizer, private.criterion(LOSS)
     private.close()
-    LOSS(private.model(X[:8]), Y[:8]).backward()
+    with pytest.raises(InvalidInput, match="this run was closed"):
+        criterion(private.model(X[:8]), Y[:8])
     with pytest.raises(InvalidInput, match="this run was closed"):
         steps(private, 1, 2)
     with pytest.raises(InvalidInput, match="this run was closed"):

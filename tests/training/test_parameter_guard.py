@@ -90,6 +90,8 @@ def test_an_old_loop_with_the_old_optimizer_is_refused() -> None:
     with pytest.raises(Unsupported, match=r"would train on raw gradients; use private\.step"):
         optimizer.step()
     assert all(torch.equal(a, b) for a, b in zip(before, model.parameters()))
+    private.optimizer.zero_grad()
+    private.criterion(LOSS)(model(x), y).backward()
     private.optimizer.step()  # the same pass, the private way
     scheduler.step()
     private.step(LOSS, *data(1))

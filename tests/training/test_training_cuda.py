@@ -1,4 +1,4 @@
-"""The same walk on a GPU: step, unchanged loop, adaptive clipping, checkpoint and resume."""
+"""The same walk on a GPU: step, loop with a criterion, adaptive clipping, checkpoint and resume."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ def test_gpu_run_agrees_with_the_cpu_run_and_resumes(tmp_path, monkeypatch):
     assert not verify(tmp_path / "parts").refuted
 
 
-def test_unchanged_loop_and_adaptive_clipping_on_the_gpu():
+def test_loop_with_a_criterion_and_adaptive_clipping_on_the_gpu():
     private = make(clip_norm=None, clip=QuantileClip(initial=0.1, units=8))
-    optimizer, loss_fn = private.optimizer, nn.CrossEntropyLoss()
+    criterion = private.criterion(nn.CrossEntropyLoss())
     for batch in batches():
         x, y = batch.data
-        loss_fn(private.model(x), y).backward()
-        optimizer.step(ids=batch.ids)
+        criterion(private.model(x), y, ids=batch.ids).backward()
+        private.optimizer.step()
     assert private.steps_released == 4
     assert private._parts.threshold.clip.norm != 0.1
 
 
 @pytest.mark.parametrize("compile", ["auto", False])
 def test_a_user_captures_a_graph_beside_a_private_run(compile):
-    """A run that is alive hears of every backward pass; that of another model it does not touch."""
+    """A run that is alive does not touch the passes of other models."""
     g = torch.Generator().manual_seed(0)
     x, y = torch.randn(8, 6, generator=g).cuda(), torch.randint(3, (8,), generator=g).cuda()
     private, loss_fn = make(compile=compile), nn.CrossEntropyLoss()

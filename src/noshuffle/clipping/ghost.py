@@ -130,6 +130,14 @@ class Ghost:
         with check.as_written(model):
             return engine.clipped_sum(model, loss_fn, batch, **whose)
 
+    def rules_for(self, model: nn.Module, loss_fn: Loss, batch: Batch) -> tuple[Snapshot, _Known]:
+        """The model as it is, and its layer rules for batches of this kind; tried at the first one.
+
+        For a forward pass of the caller's own (`ghost_forms.RecordedPass`).
+        """
+        shot = self._snapshot(model)
+        return shot, self._try(model, loss_fn, batch, shot)
+
     def _by_layers(
         self,
         model: nn.Module,

@@ -19,8 +19,8 @@ the model beforehand (`layers`, layout, route) and checks it. State: what a rout
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -212,6 +212,74 @@ def written_out(
     return {name: wide(grad) for name, grad in mapped.items()}
 
 
+class RecordedPass:
+    """One forward pass whose layers are recorded, and the backward pass that reads their gradients.
+
+        with recorded.hooks():
+            losses = …                    # one number per example, of one forward pass
+            forms = recorded.forms(losses)
+
+    The block may end behind the forward pass and be entered again for `forms`: a checkpointed part
+    runs once more there. `names`: the name of every trainable parameter by its id. For the other
+    options see `ghost_forms`.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        *,
+        size: int,
+        inner: Sequence[torch.Size],
+        layers: Layers,
+        layout: ExampleAxes,
+        names: Mapping[int, str],
+        early: bool = False,
+        route: Route | None = None,
+    ) -> None:
+        self.model, self.layers, self.layout, self.names = model, layers, layout, names
+        self.tape = GradientTape(size, route=route or Route())
+        is_alike = tuple(inner) == layout.inner[: len(inner)]
+        self.run = _Recorder(self.tape, layers, layout, is_alike=is_alike, early=early)
+
+    def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
+        """A layer was called."""
+        self.run.seen(name, layer, args, kwargs, out)
+
+    @contextmanager
+    def hooks(self) -> Iterator[None]:
+        """Record the calls of the layers, for as long as the block lasts."""
+        layers, tape = self.layers, self.tape
+        with ExitStack() as stack:
+            inside = layers.rewritten.values()
+            stack.enter_context(
+                watching(self.model, layers.watched, self.seen, tape, inside=inside)
+            )
+            if tape.route.is_cast:
+                stack.enter_context(cast_early(layers.ruled.values()))
+            if layers.norms:
+                stack.enter_context(ordered_early(layers.norms))
+            if self.layout.shared:
+                stack.enter_context(spread(layers, self.layout.shared, tape.size))
+            if layers.pools:
+                stack.enter_context(pooling_by_channel(layers.pools))
+            if torch.backends.cudnn.deterministic:
+                stack.enter_context(inputs_by_convolution(layers.ruled.values()))
+            yield
+
+    def forms(self, losses: Tensor, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
+        """Per-example gradients by parameter name, of one backward pass of these losses."""
+        if not losses.requires_grad:
+            must_depend(losses)
+        self.run.check_calls()
+        self.tape.route.is_cast = self.run.is_cast
+        with no_autocast(losses.device):  # a checkpoint sets its own
+            read = losses if asked is None else losses[asked.to(losses.device)]
+            forms = self.tape.forms(read, self.names)
+            if self.run.read:
+                self.run.check_read()
+        return forms
+
+
 def ghost_forms(
     model: nn.Module,
     loss_fn: Loss,
@@ -233,27 +301,11 @@ def ghost_forms(
     `asked`: the examples whose losses have their gradient taken, if not all (`row_check`).
     """
     size, _, _, inner = shape_of(batch)
-    tape = GradientTape(size, route=route or Route())
-    run = _Recorder(tape, layers, layout, is_alike=inner == layout.inner, early=early)
-    watch = watching(model, layers.watched, run.seen, tape, inside=layers.rewritten.values())
     write = as_written(model) if names is None else nullcontext()
-    cast = cast_early(layers.ruled.values()) if tape.route.is_cast else nullcontext()
-    turn = ordered_early(layers.norms) if layers.norms else nullcontext()
-    lay = spread(layers, layout.shared, size) if layout.shared else nullcontext()
-    pool = pooling_by_channel(layers.pools) if layers.pools else nullcontext()
-    repeats = torch.backends.cudnn.deterministic
-    back = inputs_by_convolution(layers.ruled.values()) if repeats else nullcontext()
-    with torch.enable_grad(), write, watch, cast, turn, lay, pool, back:
+    if names is None:
+        names = {id(p): name for name, p in trainable(model).items()}
+    how: dict[str, Any] = {"layers": layers, "layout": layout, "early": early, "route": route}
+    recorded = RecordedPass(model, size=size, inner=inner, names=names, **how)
+    with torch.enable_grad(), write, recorded.hooks():
         losses = batch_losses(model, loss_fn, batch, size=size)
-        if not losses.requires_grad:
-            must_depend(losses)
-        run.check_calls()
-        tape.route.is_cast = run.is_cast
-        if names is None:
-            names = {id(p): name for name, p in trainable(model).items()}
-        with no_autocast(losses.device):  # a checkpoint sets its own
-            read = losses if asked is None else losses[asked.to(losses.device)]
-            forms = tape.forms(read, names)
-            if run.read:
-                run.check_read()
-            return forms, losses.detach()
+        return recorded.forms(losses, asked), losses.detach()

@@ -42,7 +42,7 @@ from noshuffle.release.folder import RunFolder
 from noshuffle.release.named_loader import NamedBatch
 from noshuffle.training import Private, privatize
 from noshuffle.training.batches import batches_of, refuse_passes
-from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.criterion import PrivateOptimizer
 
 __all__ = ["PrivateSteps", "PrivateTrainer", "output_loss", "participation_of"]
 
@@ -418,11 +418,10 @@ class StepOptimizer(PrivateOptimizer):
     """The optimizer that the Trainer sees; `step` releases the batches that it collected."""
 
     def __init__(self, trainer: Any) -> None:
-        base = trainer.private.optimizer
-        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
+        super().__init__(trainer.private)
         self._trainer = weakref.proxy(trainer)
 
-    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
+    def step(self, closure: Any = None) -> Any:
         self._trainer.release()
 
 

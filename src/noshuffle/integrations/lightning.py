@@ -1,40 +1,38 @@
-"""Lightning's automatic optimisation with private steps: one callback.
+"""Lightning's automatic optimisation with private steps: a callback, its criterion, its batches.
 
-    trainer = Trainer(max_epochs=2, callbacks=[PrivateCallback(plan, clip_norm=1.0, batch_size=250,
-                                                               run="runs/NAME")])
-    trainer.fit(module, loader)
+    private = PrivateCallback(plan, clip_norm=1.0, batch_size=250, run="runs/NAME")
+    module = Module(criterion=private.criterion(nn.CrossEntropyLoss()))
+    trainer = Trainer(max_epochs=2, callbacks=[private])
+    trainer.fit(module, private.batches(loader))
 
-`training_step` stays as it is: passes since the last step are heard (`training.passes`), and the
-optimizer's step makes them private. What `training_step` logs is raw, and its author's to keep.
+`training_step` computes its loss by that criterion, `self.criterion(self.net(x), y)`; see
+`training.criterion`. What it logs is raw, and its author's to keep. Rows are named by their place.
 
 With a run folder the same script started again goes on by itself, at the next epoch: Lightning
-reads one from its beginning, so the steps that are left of a broken one are passed over. State: the
-run, and ids of the batches since the last step.
+reads one from its beginning, so the steps that are left of a broken one are passed over. Epochs of
+the Trainer count from there; training stops with the plan. Checkpoints of Lightning name the run
+and the step, and hold no noise and no secret. State: the run.
 """
 
 from __future__ import annotations
 
-import math
 import sys
 import weakref
-from collections.abc import Callable
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
-from operator import length_hint
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-from torch import nn
+from torch import Tensor, nn
 
+from noshuffle.clipping.objective import Criterion
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.plan import Plan
 from noshuffle.plan.statement import PrivacyStatement
 from noshuffle.release.folder import RunFolder
 from noshuffle.training import Private, privatize
-from noshuffle.training.batches import refuse_passes, repeats_rows
-from noshuffle.training.check import order_of
-from noshuffle.training.unchanged import PrivateOptimizer
+from noshuffle.training.batches import refuse_passes
 
 # The package has two names, and a process must not mix them.
 _NAMES = {"lightning": "lightning.pytorch", "pytorch_lightning": "pytorch_lightning"}
@@ -52,8 +50,6 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         clip_norm: bound on one example's (user's) contribution.
         batch_size: examples of one optimizer step, accumulated batches together.
         run: the run folder; None keeps the evidence in memory, and nothing can be resumed.
-        ids: the unit of every example of a batch, `ids(batch)`; without, every row counts as a
-            new unit, the statement says so, and a run cannot be opened again.
         privacy: further options of `privatize`.
     """
 
@@ -66,20 +62,36 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
         batch_size: int,
         clip_norm: float | None = None,
         run: RunFolder | str | Path | None = None,
-        ids: Callable[[Any], Any] | None = None,
         **privacy: Any,
     ) -> None:
         if not _FOUND:
             raise Unsupported("PrivateCallback needs Lightning: pip install 'noshuffle[lightning]'")
         self.plan = plan
+        self.parts = 1  # batches of one step, as the Trainer accumulates them
+        self._criteria: list[_LateCriterion] = []
         self._options = {"batch_size": batch_size, "clip_norm": clip_norm, "run": run, **privacy}
-        self._ids_of, self._ids = ids, list[Any]()
+
+    def criterion(self, fn: Criterion) -> Criterion:
+        """The loss function of `training_step`: `Private.criterion` while the Trainer fits."""
+        self._criteria.append(_LateCriterion(fn))
+        return self._criteria[-1]
+
+    def batches(self, loader: Any) -> Any:
+        """What `trainer.fit` reads: `Private.batches` of a DataLoader."""
+        return _LateBatches(self, loader)
 
     def statement(self) -> PrivacyStatement:
         """The guarantee of what was released so far, with all its assumptions."""
         if not hasattr(self, "private"):
             raise InvalidInput("nothing was trained yet; the statement is there after trainer.fit")
         return self.private.statement()
+
+    def state_dict(self) -> dict[str, Any]:
+        """For checkpoints of Lightning: which step of which run they are of."""
+        if not hasattr(self, "private"):
+            return {}
+        run = self.private.run
+        return {"step": self.private.steps_released, "run": None if run is None else str(run.path)}
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         """Before anything is trained: finders take callbacks off, and train on raw gradients."""
@@ -101,67 +113,51 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             )
         (inner,) = trainer.strategy.optimizers
         self.private = privatize(trained_part(pl_module), inner, self.plan, **self._options)
-        trainer.strategy.optimizers = [_FitOptimizer(self)]
+        self.parts = trainer.accumulate_grad_batches
+        trainer.strategy.optimizers = [self.private.optimizer]
+        for criterion in self._criteria:
+            criterion.begin(self.private)
         if self.private.run is not None:
-            progress = _Progress(trainer)
-            self.private.attach(fit=progress)
+            schedules = _Schedules(trainer, self.private)
+            self.private.attach(fit=schedules)
             if self.private.resume():
                 self.private.pass_over(to="epoch")
-                progress.go_to(self.private.steps_released, self.plan.participation.base)
+                schedules.catch_up()
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
-        """Before the first step is charged: the order and the number of the batches."""
-        plan, combined = self.plan, trainer.fit_loop._combined_loader
-        for loader in combined.flattened:
-            order = order_of(plan, loader)
-            if order.verdict == "refused":
-                raise InvalidInput(f"{order.found}: {order.advice}")
-        if self._ids_of is None and _begins_again(combined):
+        """Before the first step is charged: the batches, and how many there will be."""
+        plan, loader = self.plan, trainer.train_dataloader
+        if not isinstance(loader, _LateBatches) or loader.callback is not self:
             raise InvalidInput(
-                "several loaders of other lengths: the shorter ones begin again within an epoch, "
-                "so that their rows take part more than once; give CombinedLoader(…, 'min_size'), "
-                "or PrivateCallback(…, ids=lambda batch: …)"
+                "trainer.fit reads a loader whose rows nobody names; give it "
+                "callback.batches(loader) of this PrivateCallback"
             )
-        steps = trainer.estimated_stepping_batches
+        length, steps = -(-len(loader) // self.parts), trainer.estimated_stepping_batches
+        self._stop_with_the_plan(trainer)
+        if self.private.steps_released:
+            return
         if steps > plan.steps:
             raise InvalidInput(
                 f"trainer.fit makes {steps} steps, the plan has {plan.steps}; fit the plan again, "
                 "or give max_epochs or max_steps"
             )
-        base = getattr(plan.participation, "participation", plan.participation)
-        parts, planned = trainer.num_training_batches, getattr(base, "steps_per_epoch", 0)
-        length = -(-parts // trainer.accumulate_grad_batches)
-        if planned and length not in (planned, math.inf) and steps > length:
-            raise InvalidInput(
-                f"the loader makes {length} steps in an epoch, the plan has {planned}; fit the "
-                "plan again, or leave out the incomplete last batch (drop_last=True)"
-            )
-        drops = self._options.get("on_violation") == "drop"
-        if repeats_rows(loader) and 0 < length < math.inf and not drops:
-            length, steps = int(length), int(steps)
+        if self._options.get("on_violation") != "drop":
             advice = f"fit it for Epochs(epochs={-(-steps // length)}, steps_per_epoch={length})"
-            refuse_passes(plan, steps=steps, per_pass=length, advice=advice)
+            refuse_passes(plan, steps=int(steps), per_pass=length, advice=advice)
+
+    def _stop_with_the_plan(self, trainer: Any) -> None:
+        is_between_steps = self.private.optimizer.next_part()[1] == 0
+        trainer.should_stop |= is_between_steps and self.private.steps_released >= self.plan.steps
 
     def on_train_epoch_start(self, trainer: Any, pl_module: Any) -> None:
         if self.private.run is not None:
             self.private.save()
 
-    def on_train_batch_start(
-        self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
-    ) -> None:
-        if self._ids_of is not None:
-            self._ids.append(np.asarray(self._ids_of(batch)))
-
     def on_train_batch_end(
         self, trainer: Any, pl_module: Any, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """The step was the run's, and nothing goes by what it logged."""
-        if trainer.global_step != self.private.steps_released:
-            raise InvalidInput(
-                f"trainer.fit has made {trainer.global_step} steps, the private run "
-                f"{self.private.steps_released}; an optimizer_step of the module's own calls "
-                "optimizer.step(closure=closure), once, and changes no weights itself"
-            )
+        """Nothing goes by what the step logged."""
+        self._stop_with_the_plan(trainer)
         logged = {one.meta.name for one in trainer._results.values()}
         plateaus = [one for one in trainer.lr_scheduler_configs if one.reduce_on_plateau]
         for one in (*plateaus, *trainer.callbacks):
@@ -172,11 +168,6 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
                     "stop or a choice of checkpoints by it is not covered; monitor validation data"
                 )
 
-    def take_ids(self) -> Any:
-        """The units of the batches since the last step."""
-        ids, self._ids = self._ids, []
-        return np.concatenate(ids) if ids else None
-
     def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
         if hasattr(self, "private"):
             self.private.save_whole()
@@ -186,57 +177,62 @@ class PrivateCallback(_Callback):  # type: ignore[misc]
             self.private.save()
 
 
-class _FitOptimizer(PrivateOptimizer):
-    """Stands in for the optimizer of `trainer.fit`; its step brings the ids of its batches."""
+class _LateCriterion:
+    """The criterion of a run that begins later; until then, the function."""
 
-    def __init__(self, callback: PrivateCallback) -> None:
-        base = callback.private.optimizer
-        super().__init__(base._parts, listener=base._listener, accumulate=base._accumulate)
-        self._take_ids = callback.take_ids
+    def __init__(self, fn: Criterion) -> None:
+        self._plain, self._fn = fn, fn
 
-    def step(self, closure: Any = None, *, ids: Any = None) -> Any:
-        return super().step(closure, ids=self._take_ids())
+    def begin(self, private: Private) -> None:
+        """The run has begun."""
+        self._fn = private.criterion(self._plain)
+
+    def __call__(self, output: Any, *targets: Any, **ids: Any) -> Tensor:
+        return self._fn(output, *targets, **ids)
 
 
-class _Progress:
-    """Learning rates of `trainer.fit`, and how far it is; it does not keep the trainer alive."""
+class _LateBatches:
+    """The batches of a run that begins later."""
 
-    def __init__(self, trainer: Any) -> None:
-        self._trainer = weakref.proxy(trainer)
+    def __init__(self, callback: PrivateCallback, loader: Any) -> None:
+        self.callback, self._loader = callback, loader
+
+    def __len__(self) -> int:
+        return len(self._loader)
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(self.callback.private.batches(self._loader, parts=self.callback.parts))
+
+
+class _Schedules:
+    """The learning rates of `trainer.fit`; they do not keep the trainer alive."""
+
+    def __init__(self, trainer: Any, private: Private) -> None:
+        self._trainer, self._private = weakref.proxy(trainer), weakref.proxy(private)
+        self._step = 0  # of the checkpoint
 
     def state_dict(self) -> dict[str, Any]:
         configs = self._trainer.lr_scheduler_configs
-        return {"schedules": [config.scheduler.state_dict() for config in configs]}
+        schedules = [config.scheduler.state_dict() for config in configs]
+        return {"schedules": schedules, "step": self._private.steps_released}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        configs = self._trainer.lr_scheduler_configs
+        configs, self._step = self._trainer.lr_scheduler_configs, state["step"]
         for config, saved in zip(configs, state["schedules"], strict=True):
             config.scheduler.load_state_dict(saved)
 
-    def go_to(self, step: int, rule: Any) -> None:
-        """Begin at this step, the first of an epoch; learning rates move on by what was missed."""
-        loop, epoch = self._trainer.fit_loop, step // rule.steps_per_epoch
-        past = loop.epoch_progress.current
-        past.ready = past.started = past.processed = past.completed = epoch
-        steps = loop.epoch_loop.automatic_optimization.optim_progress.optimizer.step.total
-        steps.ready = steps.completed = loop.epoch_loop._batches_that_stepped = step
+    def catch_up(self) -> None:
+        """Learning rates move on by the steps that were passed over."""
+        epoch: int = self._private.plan.participation.base.steps_per_epoch
         for config in self._trainer.lr_scheduler_configs:
-            due = (step if config.interval == "step" else epoch) // config.frequency
-            done = due if config.reduce_on_plateau else config.scheduler.last_epoch
-            for _ in range(due - done):
+            every = config.frequency * (1 if config.interval == "step" else epoch)
+            missed = self._private.steps_released // every - self._step // every
+            for _ in range(0 if config.reduce_on_plateau else missed):
                 config.scheduler.step()
 
 
-def _begins_again(combined: Any) -> bool:
-    """Whether a loader of several is read more than once in an epoch, as is Lightning's default."""
-    if len(combined.flattened) < 2 or combined._mode != "max_size_cycle":
-        return False
-    lengths = [length_hint(one, -1) for one in combined.flattened]  # a stream may have none
-    return -1 in lengths or len(set(lengths)) > 1
-
-
 def trained_part(module: nn.Module) -> nn.Module:
-    """The module whose passes are heard: the one child that has all that is trained, or itself.
+    """The module whose passes are recorded: the one child that has all that is trained, or itself.
 
     `training_step` often calls `self.net(x)` and never `self(x)`.
     """
@@ -257,7 +253,7 @@ def _refuse(trainer: Any, module: Any, plan: Plan) -> None:
         "the strategy {strategy}; use one device (strategy='auto')": (
             type(trainer.strategy).__name__ != "SingleDeviceStrategy"
         ),
-        "a compiled module, whose passes cannot be heard; fit the module itself": bool(
+        "a compiled module, whose passes cannot be recorded; fit the module itself": bool(
             getattr(module, "_compiler_ctx", None)
         ),
         "gradient_clip_val, which clips the batch; clip_norm clips each example": bool(

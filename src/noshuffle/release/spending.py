@@ -31,10 +31,6 @@ ADAPTIVE_CLIP = (
 TEST_SEED = (
     "NOT PRIVATE: the noise comes from a named test seed, which anybody can use to remove it."
 )
-UNCHANGED_LOOP = (
-    "In every step, the loss of a batch is a mean (or sum) of terms that each depend on one "
-    "example alone; this was not checked."
-)
 PUBLIC_ORDER = (
     "Which user takes part at which step is public: the participation was read off the order of "
     "the user ids."
@@ -206,7 +202,6 @@ def _statement(
 #: (fact, value, what it adds to a statement)
 _SENTENCES = (
     ("test_key", "yes", TEST_SEED),
-    ("unchanged_loop", "yes", UNCHANGED_LOOP),
     ("adaptive_clip", "yes", ADAPTIVE_CLIP),
     ("public_order", "yes", PUBLIC_ORDER),
     ("isolation", "tried", ISOLATION),

@@ -56,7 +56,6 @@ def privatize(
     fork_of: RunFolder | str | Path | None = None,
     save_every: float | None = None,
     on_violation: str = "refuse",
-    loss_reduction: str = "mean",
     compile: bool | str = "auto",
     initial: str = INITIAL,
     budget: Account | None = None,
@@ -79,7 +78,6 @@ def privatize(
             end of a step (0: of every one); by default the longer of a minute and twenty times what
             the last one took. One is also written when the process is asked to end, or ends.
         on_violation: "refuse" stops at a unit outside its participation, "drop" leaves it out.
-        loss_reduction: no longer needed; `loss.backward()` has it read off the loss.
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
@@ -93,7 +91,7 @@ def privatize(
     if compile not in ("auto", True, False):
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     one_of(("refuse", "drop"), on_violation=on_violation)
-    one_of(("mean", "sum"), reduce=reduce, loss_reduction=loss_reduction)
+    one_of(("mean", "sum"), reduce=reduce)
     check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
     bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)

@@ -260,7 +260,7 @@ def _loss(private: Any, loss_fn: Any, data: tuple[Any, ...]) -> CheckFinding:
     """Try the loss on the first batch, on all of it: no other one of its kind is tried later."""
     parts = private._parts
     try:
-        with at_work(private._listener), seeded(0, parts.device):
+        with at_work(private.recorder), seeded(0, parts.device):
             parts.engine.clipped_sum(parts.model, loss_fn, data, clip=parts.threshold.clip)
     except NoshuffleError as error:
         return CheckFinding("loss", str(error), "refused")

@@ -3,8 +3,8 @@
 A model can change under a run: a layer exchanged, parameters frozen or unfrozen, others given to
 the optimizer. Steps would train objects that are not in the model: `ParameterGuard` is asked before
 each. An optimizer can be stepped by an old loop on raw gradients, of which the statement would know
-nothing: `guard` refuses that for as long as the run lives, and has others refused
-(`other_optimizers`). Steps that compiled code calls are `untraced`. State: places of parameters.
+nothing: `guard` refuses that for as long as the run lives. Steps that compiled code calls are
+`untraced`. State: places of parameters.
 
 >>> model = nn.Sequential(nn.Linear(2, 2))
 >>> guarded = ParameterGuard(model, dict(model.named_parameters()))
@@ -28,8 +28,6 @@ from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from noshuffle.errors import InvalidInput, Unsupported
-from noshuffle.training.other_optimizers import in_step, keep_to_owner
-from noshuffle.training.untraced import never_traced
 
 #: Set on an optimizer while a private step moves it.
 _MARK = "_is_in_private_step"
@@ -41,36 +39,17 @@ def untraced(method: _Method) -> _Method:
     """A method that runs as it is inside torch.compile.
 
     Ledger, keys and hooks are nothing to compile: torch 2.13 ended in a RecursionError over them.
+    Where nothing is traced, torch's compiler is not imported.
     """
-    outside = never_traced(method)
 
     @wraps(method)
     def plain(*args: Any, **options: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():  # a constant of what is traced
-            return outside(*args, **options)
+        if torch.compiler.is_dynamo_compiling():  # a constant of what is traced, which ends here
+            disable: Any = torch.compiler.disable
+            return disable(method)(*args, **options)
         return method(*args, **options)
 
     return plain  # type: ignore[return-value]
-
-
-class ModelHook:
-    """A hook of a `passes.Listener`, inert in copies and pickles of the model; keeps none alive."""
-
-    def __init__(self, listener: Any, method: str) -> None:
-        self._listener: Callable[[], Any] = weakref.ref(listener)
-        self._method = method
-
-    def __call__(self, module: nn.Module, *rest: Any) -> Any:
-        listener = self._listener()
-        if listener is None or listener.is_paused:
-            return None
-        return getattr(listener, self._method)(module, *rest)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self._listener = type(None)
 
 
 class ParameterGuard:
@@ -132,27 +111,18 @@ class ParameterGuard:
                 )
 
 
-def guard(
-    optimizer: torch.optim.Optimizer, parameters: Mapping[str, nn.Parameter], owner: object
-) -> Callable[[], None]:
-    """Let nobody but private steps move the optimizer, and no other optimizer the parameters,
-    while `owner` lives; returns the end of it.
+def guard(optimizer: torch.optim.Optimizer, owner: object) -> Callable[[], None]:
+    """Let nobody but private steps move the optimizer while `owner` lives; returns the end of it.
 
-    Guarantees: `step()` of either outside `at_work` raises before any parameter is moved, for
-    optimizers that are torch's or derived from them.
+    Guarantees: its `step()` outside `at_work` raises before any parameter is moved, for optimizers
+    that are torch's or derived from them.
     """
-    release = keep_to_owner(owner, optimizer, parameters)
     register: Any = getattr(optimizer, "register_step_pre_hook", None)
     if register is None:
-        return release
+        return lambda: None
     handle: RemovableHandle = register(_refuse)
     weakref.finalize(owner, handle.remove)
-
-    def end() -> None:
-        handle.remove()
-        release()
-
-    return end
+    return handle.remove
 
 
 def has_hooks(optimizer: torch.optim.Optimizer) -> bool:
@@ -165,26 +135,23 @@ def _refuse(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
     if not optimizer.__dict__.get(_MARK):
         raise Unsupported(
             "this optimizer belongs to a private run, and stepping it by hand would train on raw "
-            "gradients; use private.step, or private.optimizer.step() (private.close() ends a run)"
+            "gradients; use private.step, or private.criterion and private.optimizer.step() "
+            "(private.close() ends a run)"
         )
 
 
 @contextmanager
-def at_work(listener: Any, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
-    """While a step runs the model its `passes.Listener` (None: there is none) hears nothing; an
+def at_work(recorder: Any, optimizer: torch.optim.Optimizer | None = None) -> Iterator[None]:
+    """While a step runs the model its `Recorder` (None: there is none) records nothing; an
     optimizer that is given may be moved."""
     own: dict[str, Any] = {} if optimizer is None else optimizer.__dict__
-    before = own.get(_MARK, False), listener is not None and listener.is_paused
+    before = own.get(_MARK, False), recorder is not None and recorder.is_paused
     own[_MARK] = True
-    if listener is not None:
-        listener.is_paused = True
-    in_step.depth += optimizer is not None
+    if recorder is not None:
+        recorder.is_paused = True
     try:
         yield
     finally:
-        in_step.depth -= optimizer is not None
         own[_MARK] = before[0]
-        if listener is not None:
-            listener.is_paused = before[1]
-            if optimizer is not None and listener.count:
-                listener.forget()  # a release was tried: what was heard before is not for it
+        if recorder is not None:
+            recorder.is_paused = before[1]

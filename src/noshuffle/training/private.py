@@ -1,12 +1,12 @@
-"""Private: a model in private training, and the three changed lines around its loop.
+"""Private: a model in private training, and the changed lines around its loop.
 
     private = privatize(model, optimizer, plan, clip_norm=1.0, batch_size=250)
     loss = private.step(loss_fn, x, y)            # instead of zero_grad, backward, step
     print(private.statement())                    # ε so far, with all its assumptions
 
 Kairouz et al. 2021 (arXiv 2103.00039), Algorithm 1, for any correlated noise and any optimizer;
-DP-SGD is the same call with `identity()` and a sampled participation. State: that of `run`, and
-what listens to the model and to its optimizer.
+DP-SGD is the same call with `identity()` and a sampled participation. A loop that calls
+`loss.backward()` has a `criterion`. State: that of `run`, and the hooks of such a loop.
 
 >>> import torch
 >>> from noshuffle import Plan, SinglePass
@@ -24,17 +24,16 @@ what listens to the model and to its optimizer.
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 from torch import nn
 
-from noshuffle.clipping import ModelLoss
+from noshuffle.clipping import Ghost, ModelLoss
 from noshuffle.clipping.check import UNCOMPILED
 from noshuffle.clipping.objective import Criterion, cuttable
-from noshuffle.errors import Unsupported
+from noshuffle.errors import Unsupported, callables
 from noshuffle.plan import Plan
 from noshuffle.release.batches import PrivateBatches
 from noshuffle.training.augment import COPIES, Augment, CopiedBatches
@@ -42,14 +41,13 @@ from noshuffle.training.average import IterateAverage
 from noshuffle.training.batches import batches_of
 from noshuffle.training.check import LoaderCheck, check_loader, first_look
 from noshuffle.training.compiled import Compiled
+from noshuffle.training.criterion import NO_RULES, PrivateCriterion, PrivateOptimizer
 from noshuffle.training.hooks import at_work, guard, untraced
 from noshuffle.training.outcome import Outcome, Unread
-from noshuffle.training.pass_writes import PassWrites
-from noshuffle.training.passes import Listener
+from noshuffle.training.recorder import Recorder
 from noshuffle.training.run import TrainingRun
 from noshuffle.training.step import Step
 from noshuffle.training.step_parts import Parts, check_call
-from noshuffle.training.unchanged import PrivateOptimizer
 
 
 class Private(TrainingRun):
@@ -78,11 +76,9 @@ class Private(TrainingRun):
             self.average = IterateAverage(model, decay=average)
             self.attach(average=self.average)
         self._optimizer: PrivateOptimizer | None = None
-        self._listener = self._listen()
-        parts.pass_writes = PassWrites(model) if self._listener is None else self._listener.writes
-        if self._listener is None:  # nobody hears when its first pass begins
-            parts.pass_writes.begin(parts.model, is_heard=False, is_hooked=False)
-        self._let_go = guard(parts.optimizer, parts.parameters, self)
+        #: Records the passes of a loop with a criterion; None where there is no such loop.
+        self.recorder: Recorder | None = None
+        self._let_go = guard(parts.optimizer, self)
         self._is_looked_at = False
 
     @property
@@ -132,6 +128,8 @@ class Private(TrainingRun):
             self._advance(loss_fn, batch, ids)
 
     def _advance(self, loss_fn: Criterion | ModelLoss, batch: tuple[Any, ...], ids: Any) -> None:
+        if self._optimizer is not None:
+            self._optimizer.check_closed()
         self._outcome = None
         if self._copies is not None:
             seed = self._parts.release.seed(self.steps_released, COPIES)
@@ -139,16 +137,13 @@ class Private(TrainingRun):
             loss_fn, batch = self._copies.of(loss_fn, batch, named, seed=seed)
         seen: Outcome | Unread | None = None
         if self.compiled is not None:
-            with at_work(self._listener, self._parts.optimizer):
-                if self._parts.pass_writes is not None:
-                    self._parts.pass_writes.judge(self._parts.model, loss_fn, cuttable(batch))
-                    self._parts.pass_writes = None
+            with at_work(self.recorder, self._parts.optimizer):
                 seen = self.compiled.step(loss_fn, cuttable(batch), ids)
         if seen is None:
             step = Step(self._parts)
-            with at_work(self._listener):  # a loss that steps the optimizer is refused
+            with at_work(self.recorder):  # a loss that steps the optimizer is refused
                 step.add(loss_fn, batch, ids=ids, is_last=True)
-            with at_work(self._listener, self._parts.optimizer):
+            with at_work(self.recorder, self._parts.optimizer):
                 seen = step.release()
         self._finish(seen)
 
@@ -165,17 +160,14 @@ class Private(TrainingRun):
         """
         if self.augment is not None:
             raise Unsupported("augment= goes with private.step; a batch in parts is not copied")
-        with self._accumulate() as step:
-            yield step
-
-    @contextmanager
-    def _accumulate(self) -> Iterator[Step]:
         self.check_owner()
+        if self._optimizer is not None:
+            self._optimizer.check_closed()
         with self._turn:
             step = Step(self._parts)
-            with at_work(self._listener):
+            with at_work(self.recorder):
                 yield step
-            with at_work(self._listener, self._parts.optimizer):
+            with at_work(self.recorder, self._parts.optimizer):
                 seen = step.release()
             self._finish(seen)
 
@@ -215,36 +207,45 @@ class Private(TrainingRun):
         """
         return check_loader(self, loader, loss_fn)
 
-    def _listen(self) -> Listener | None:
-        """Hear the passes of an unchanged loop from the first one on; a compiled model is mute."""
-        if hasattr(self.model, "_orig_mod"):
-            return None
-        this = weakref.ref(self)
+    def criterion(self, fn: Criterion) -> PrivateCriterion:
+        """A loss function for a loop with `loss.backward(); private.optimizer.step()`:
 
-        def seed(part: int) -> int:
-            run = this()
-            return 0 if run is None else run._parts.release.seed(run.steps_released, part)
+            criterion = private.criterion(nn.CrossEntropyLoss())
+            for x, y in private.batches(loader):
+                loss = criterion(model(x), y)
+                loss.backward()
+                private.optimizer.step()
 
-        return Listener(self.model, seed)
+        `fn` takes what the model returned, or a structure of tensors of it, and the targets; it is
+        evaluated for each row, as by `private.step`. Several losses before one step are parts of
+        one batch. `.grad` has no raw gradient at any time.
+        """
+        if isinstance(fn, ModelLoss):
+            raise Unsupported("a ModelLoss calls the model itself; use private.step(fn, *batch)")
+        callables(fn=fn)
+        if self.augment is not None:
+            raise Unsupported("augment= goes with private.step, not with loss.backward()")
+        if self.model is not self._parts.model:
+            raise Unsupported(
+                "torch.compile hides the layers of the model from loss.backward(); use "
+                "private.step, or give privatize the model as it was before torch.compile"
+            )
+        if not isinstance(self._parts.engine, Ghost):
+            why = getattr(self._parts.engine, "why", type(self._parts.engine).__name__)
+            raise Unsupported(NO_RULES.format(why=why))
+        if self.recorder is None:
+            self.recorder = Recorder(self._parts, self.optimizer.next_part)
+        return PrivateCriterion(self, fn)
 
     @property
     def optimizer(self) -> PrivateOptimizer:
-        """For an unchanged loop: `loss.backward(); private.optimizer.step()`."""
-        if self.augment is not None:
-            raise Unsupported("augment= goes with private.step, not with loss.backward()")
-        if self._listener is None:
-            raise Unsupported(
-                "a compiled model hides the layers from `loss.backward()`; use private.step, or "
-                "privatize the model before torch.compile"
-            )
+        """For a loop with `private.criterion`: `loss.backward(); private.optimizer.step()`."""
         if self._optimizer is None:
-            self._optimizer = PrivateOptimizer(
-                self._parts, listener=self._listener, accumulate=self._accumulate
-            )
+            self._optimizer = PrivateOptimizer(self)
         return self._optimizer
 
     def close(self) -> None:
         super().close()
         self._let_go()
-        if self._listener is not None:
-            self._listener.stop()
+        if self.recorder is not None:
+            self.recorder.stop()

@@ -14,6 +14,7 @@ making, gone after `release`; it never leaves this file.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -31,6 +32,9 @@ from noshuffle.training.hooks import untraced
 from noshuffle.training.outcome import Outcome
 from noshuffle.training.step_parts import Parts
 
+#: The clipped sum of the rows that count, by units where users have several.
+SumFn = Callable[[Mask | None, Ids | None], ClippedSum]
+
 
 class Step:
     """One release in the making.
@@ -47,6 +51,12 @@ class Step:
         self._sums: list[ClippedSum] = []
         self._admitted = self._dropped = 0
 
+    @property
+    def next_part(self) -> tuple[int, int]:
+        """The number of the step, and that of its next part."""
+        step = self.parts.release.step if self._ticket is None else self._ticket.step
+        return step, len(self._sums)
+
     @untraced
     def add(
         self,
@@ -55,20 +65,41 @@ class Step:
         *,
         ids: Any = None,
         is_last: bool = False,
+    ) -> None:
+        """Admit, clip and sum one part of the batch; `is_last` says that none comes behind it."""
+        parts, batch = self.parts, cuttable(batch)
+
+        def clipped_sum(keep: Mask | None, ids: Ids | None) -> ClippedSum:
+            rows = batch if keep is None else take(batch, torch.from_numpy(keep))
+            units = unit_numbers(ids if ids is None or keep is None else ids[keep])
+            return parts.engine.clipped_sum(
+                parts.model,
+                loss_fn,
+                rows,
+                clip=parts.threshold.clip,
+                units=units,
+                reduce=parts.reduce,
+            )
+
+        self.add_sum(batch_size(batch), clipped_sum, ids=ids, is_last=is_last)
+
+    def add_sum(
+        self,
+        size: int,
+        clipped_sum: SumFn,
+        *,
+        ids: Any = None,
+        is_last: bool = False,
         seed: int | None = None,
     ) -> None:
-        """Admit, clip and sum one part of the batch; `is_last` says that none comes behind it.
+        """Admit `size` rows, then add up what `clipped_sum` makes of them.
 
-        `seed` is for random layers that have drawn before.
+        It is given the rows that count (None: all of them), and the unit of every row where several
+        rows may be one unit's. `seed` is for random layers that have drawn before.
         """
         parts = self.parts
         self._follow()
-        batch = cuttable(batch)
-        size = batch_size(batch)
         own = named_units(parts, ids, size)
-        if parts.pass_writes is not None and size:
-            parts.pass_writes.judge(parts.model, loss_fn, batch)
-            parts.pass_writes = None
         if self._ticket is None:
             self._ticket = parts.release.admit(own, drop=parts.drop, is_partial=not is_last)
         else:
@@ -80,36 +111,14 @@ class Step:
         for parameter in parts.parameters.values():
             parameter.grad = None  # of the last step, or raw: the new one may take its memory
         if seed is None:
-            seed = parts.release.seed(self._ticket.step, len(self._sums))
-        self._sums.append(self._add_up(loss_fn, batch, own, keep, seed=seed))
-
-    def _add_up(
-        self,
-        loss_fn: Criterion | ModelLoss,
-        batch: tuple[Any, ...],
-        ids: Ids | None,
-        keep: Mask | None,
-        *,
-        seed: int,
-    ) -> ClippedSum:
-        """The clipped sum of the rows of a part that count, added to those of the parts before."""
-        parts, units = self.parts, None
-        if keep is not None:
-            batch = take(batch, torch.from_numpy(keep))
-        if parts.groups_users:
-            assert ids is not None
-            own = ids if keep is None else ids[keep]
-            units = torch.from_numpy(np.unique(own, return_inverse=True)[1])
-        clip, reduce = parts.threshold.clip, parts.reduce
+            seed = parts.release.seed(*self.next_part)
         with seeded(seed, parts.device):
-            part = parts.engine.clipped_sum(
-                parts.model, loss_fn, batch, clip=clip, units=units, reduce=reduce
-            )
+            part = clipped_sum(keep, own if parts.groups_users else None)
         parts.guard.check_names(part.values)
         if self._sums:
             for name, value in self._sums[0].values.items():
                 value.add_(part.values[name])
-        return part
+        self._sums.append(part)
 
     @untraced
     def release(self) -> Outcome:
@@ -154,11 +163,6 @@ class Step:
         for name, parameter in own.items():
             parameter.grad = values[name]
 
-    @property
-    def losses(self) -> Tensor:
-        """What the newest part saw, for its maker."""
-        return self._sums[-1].losses
-
     def _outcome(self) -> Outcome:
         if len(self._sums) == 1:
             only = self._sums[0]
@@ -167,6 +171,11 @@ class Step:
             torch.cat([getattr(s, name) for s in self._sums]) for name in ("losses", "norms", "bad")
         )
         return Outcome(losses, norms, bad, self._dropped)
+
+
+def unit_numbers(ids: Ids | None) -> Tensor | None:
+    """The units of rows, numbered from 0."""
+    return None if ids is None else torch.from_numpy(np.unique(ids, return_inverse=True)[1])
 
 
 def named_units(parts: Parts, ids: Any, size: int) -> Ids | None:

@@ -14,7 +14,6 @@ from noshuffle.errors import InvalidInput, callables
 from noshuffle.release.batches import RowNames
 from noshuffle.release.release import Release
 from noshuffle.training.hooks import ParameterGuard
-from noshuffle.training.pass_writes import PassWrites
 from noshuffle.training.streams import StreamOrder
 
 
@@ -46,8 +45,6 @@ class Parts:
     groups_users: bool
     reduce: str
     drop: bool
-    #: What passes of the user wrote into the model, until the first step has looked at it.
-    pass_writes: PassWrites | None = field(default=None, repr=False)
     #: Who the rows of the next step are, where `private.batches` names them.
     names: RowNames = field(init=False, repr=False, compare=False)
     guard: ParameterGuard = field(init=False, repr=False, compare=False)
@@ -70,7 +67,7 @@ def check_call(loss_fn: Any, batch: tuple[Any, ...]) -> None:
     if isinstance(loss_fn, Tensor):
         raise InvalidInput(
             "loss_fn must be a function, got a tensor; private.step(loss_fn, x, y) computes the "
-            "loss itself (one that was computed: loss.backward(); private.optimizer.step())"
+            "loss itself (for loss.backward(); private.optimizer.step() see private.criterion)"
         )
     if not isinstance(loss_fn, ModelLoss):
         callables(loss_fn=loss_fn)
