@@ -56,13 +56,7 @@ _COMMON = ("-O3", "-shared", "-fPIC", "-fno-semantic-interposition")
 _SOURCES = Path(__file__).parent / "native"
 #: Libraries that came with the package, and the flags that each is asked for with.
 _SHIPPED = _SOURCES / "built"
-SHIPPED_FLAGS = {
-    "noise.c": EXACT,
-    "rows.c": EXACT,
-    "convolution.c": ("-fno-math-errno",),
-    "steps.c": ("-fno-math-errno",),
-    "norms.c": ("-fno-math-errno",),
-}
+SHIPPED_FLAGS = {"noise.c": EXACT}
 _PROCESS = os.getpid()
 
 
