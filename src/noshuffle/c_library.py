@@ -67,10 +67,12 @@ def build(
         files = ["-o", str(made), str(sources / "noise.c"), "-lm"]
         for processor in (*(_PORTABLE if is_portable else _NATIVE), ""):
             command = [compiler, *_FLAGS, *processor.split(), *flags, *files]
-            done = subprocess.run(command, capture_output=True, timeout=120, check=False)
-            if done.returncode == 0:
-                made.replace(target)  # a process that loads it sees the old one or the new one
-                break
+            try:
+                subprocess.run(command, check=True, capture_output=True, timeout=120)
+            except (OSError, subprocess.SubprocessError):
+                continue
+            made.replace(target)  # a process that loads it sees the old one or the new one
+            break
         else:
             return None
     for other in folder.glob("*.so"):

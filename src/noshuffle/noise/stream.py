@@ -127,10 +127,10 @@ class NoiseStream(OneOwner):
         if kind == "philox" and fused.is_ready(self._device):
             more: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
             self._fused = Fused(self._plans, layout=self._layout, **parts, **more)
-            return
-        if loaded is not None:
+        else:
+            self._torch_step = TorchStep(self._layout, **parts)
+        if loaded is not None:  # for all values but those of mixed types
             self._c_step = CStep(self._layout, loaded=loaded, **parts)
-        self._torch_step = TorchStep(self._layout, **parts)  # for values of mixed types, too
 
     @property
     def step(self) -> int:
