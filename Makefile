@@ -53,10 +53,9 @@ slow: $(DEV)
 $(VENV)/bin/python:
 	$(PYTHON) -m venv $(VENV)
 
-$(READY): pyproject.toml constraints.txt | $(VENV)/bin/python
+$(READY): pyproject.toml setup.py constraints.txt $(wildcard src/noshuffle/native/*.[ch]) | $(VENV)/bin/python
 	@echo "setting up .venv, once: PyTorch and what else is needed; some minutes without a word"
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e .
-	$(BIN)/python -m noshuffle.c_library
 	touch $@
 
 $(DEV): $(READY)

@@ -1,46 +1,48 @@
-"""A wheel holds the C libraries of `noshuffle/native` where a compiler is present when it is built.
+"""Builds the C loop of the noise beside the package, where there is a compiler.
 
-Everything else of the build is in pyproject.toml. Without a compiler the wheel is pure Python, and
-libraries are built at first use where there is one then (`noshuffle/c_library.py`).
+In place for this processor by `pip install -e`, for any recent processor of its kind in a wheel.
+Everything else of the build is in pyproject.toml. Without a compiler the package is pure Python.
 """
 
 from __future__ import annotations
 
 import importlib.util
 from pathlib import Path
+from typing import Any
 
 from setuptools import setup
 from setuptools.command.bdist_wheel import bdist_wheel
 from setuptools.command.build_py import build_py
 
+PACKAGE = Path(__file__).parent / "src" / "noshuffle"
 
-def ship(folder: Path) -> int:
-    """`noshuffle.c_library.ship`, from the file itself: the package may lack what it needs here."""
-    source = Path(__file__).parent / "src" / "noshuffle" / "c_library.py"
-    spec = importlib.util.spec_from_file_location("c_library", source)
+
+def c_library() -> Any:
+    """`noshuffle.c_library`, from the file itself: the package may lack what it needs here."""
+    spec = importlib.util.spec_from_file_location("c_library", PACKAGE / "c_library.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return module.ship(folder)
+    return module
 
 
-class BuildWithLoops(build_py):
+class BuildWithLoop(build_py):
     def run(self) -> None:
         super().run()
-        if not self.editable_mode:
-            made = ship(Path(self.build_lib) / "noshuffle" / "native" / "built")
-            self.announce(f"{made} C libraries built in", level=2)
+        package = PACKAGE if self.editable_mode else Path(self.build_lib) / "noshuffle"
+        built = c_library().build(package / "native" / "built", is_portable=not self.editable_mode)
+        self.announce(f"C loop of the noise: {built or 'no compiler'}", level=2)
 
 
 class WheelOfThisProcessor(bdist_wheel):
-    """py3-none-PLATFORM where libraries are inside, py3-none-any where they are not."""
+    """py3-none-PLATFORM where the library is inside, py3-none-any where it is not."""
 
     def get_tag(self) -> tuple[str, str, str]:
         self.root_is_pure = False
         _, _, platform = super().get_tag()
-        has_loops = any(Path("build").glob("**/native/built/*.so"))
-        return "py3", "none", platform if has_loops else "any"
+        has_loop = any(Path("build").glob("**/native/built/*.so"))
+        return "py3", "none", platform if has_loop else "any"
 
 
-setup(cmdclass={"build_py": BuildWithLoops, "bdist_wheel": WheelOfThisProcessor})
+setup(cmdclass={"build_py": BuildWithLoop, "bdist_wheel": WheelOfThisProcessor})

@@ -3,14 +3,13 @@
     python benchmarks/noise_cpu.py [--threads 1 2] [--numbers 4000000] [--repeat 15]
 
 Every row is the best of the repeats; rows of one group take turns, so that a busy machine slows
-them alike. `draw` rows fill a float32 tensor with standard normals, preparation not counted.
-`step` rows add the noise of a mechanism to the gradients of a model, eight steps from step 4096 on
-(all taps and bands in use), and give the mean of the eight: the CNN has 26,010 parameters in 8
-tensors, the MLP (784-1024-1024-10) 1,863,690 in 6. Rows without a C compiler are built and run as
-on a machine that has none: larger chunks, one after the other. "of copy" is the time in which a
-copy moves the bytes that the row has to move (a draw: 4 a number; a step: gradient and buffers,
-read and written once), over the time of the row: how near it is to the limit of the memory, or of
-the caches where everything fits there.
+them alike. `draw` rows fill a float32 tensor with standard normals; ours by torch, as a step does
+where there is no C library. `step` rows add the noise of a mechanism to the gradients of a model,
+eight steps from step 4096 on (all taps and bands in use), and give the mean of the eight: the CNN
+has 26,010 parameters in 8 tensors, the MLP (784-1024-1024-10) 1,863,690 in 6. "of copy" is the time
+in which a copy moves the bytes that the row has to move (a draw: 4 a number; a step: gradient and
+buffers, read and written once), over the time of the row: how near it is to the limit of the
+memory, or of the caches where everything fits there.
 """
 
 from __future__ import annotations
@@ -26,9 +25,7 @@ import numpy as np
 import torch
 from noise_kernels import moved
 
-from noshuffle.noise import NoiseStream, native, test_source
-from noshuffle.noise.gaussian import CPU_CHUNK, TILE, TORCH_CHUNK
-from noshuffle.noise.layout import Layout, share
+from noshuffle.noise import NoiseStream, c_step, test_source
 from noshuffle.noise.step_plan import StepPlans
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive
 
@@ -75,20 +72,10 @@ def best(rows: dict[str, Row], *, repeat: int) -> dict[str, float]:
     return times
 
 
-def without_compiler(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
-    """The same as it is made, and done, where there is no C compiler."""
-
-    def nothing() -> mock._patch[mock.MagicMock]:
-        return mock.patch.object(native, "library", return_value=None)
-
-    with nothing():
-        run = make()
-
-    def slow() -> None:
-        with nothing():
-            run()
-
-    return slow
+def by_torch(make: Callable[[], Callable[[], object]]) -> Callable[[], object]:
+    """The same as it is made where there is no C library."""
+    with mock.patch.object(c_step, "library", return_value=None):
+        return make()
 
 
 def draws(numbers: int) -> dict[str, Row]:
@@ -100,20 +87,8 @@ def draws(numbers: int) -> dict[str, Row]:
         return lambda: generator.standard_normal(dtype=np.float32, out=array)
 
     def ours(kind: str) -> Callable[[], object]:
-        """In the chunks, and by the threads, that a `NoiseStream` takes here and now."""
-        has_loops = native.library() is not None
-        chunk_tiles = CPU_CHUNK if has_loops else TORCH_CHUNK
-        workers = torch.get_num_threads() if has_loops else 1
-        layout = Layout.of({"w": (numbers,)}, chunk_tiles=chunk_tiles)
-        tiles = torch.empty(layout.tiles, TILE)
-        parts = [tiles[chunk.first : chunk.first + chunk.tiles] for chunk in layout.chunks]
         source = test_source(seed="benchmark", kind=kind)
-        drawer = source.drawer(layout.chunks, device=out.device, workers=workers)
-
-        def fill(worker: int, i: int) -> None:
-            drawer.draw_(parts[i], chunk=i, row=1, weight=1.0, accumulate=False, worker=worker)
-
-        return lambda: share(fill, items=len(parts), workers=workers)
+        return lambda: source.normal_(out, row=1, name="w")
 
     fills: dict[str, Callable[[], object]] = {
         "torch normal_": lambda: out.normal_(),
@@ -121,8 +96,6 @@ def draws(numbers: int) -> dict[str, Row]:
         "NumPy SFC64, float32": numpy_fill(np.random.SFC64(1)),
         "noshuffle aes": ours("aes"),
         "noshuffle philox": ours("philox"),
-        "noshuffle aes, no C compiler": without_compiler(lambda: ours("aes")),
-        "noshuffle philox, no C compiler": without_compiler(lambda: ours("philox")),
     }
     copy = Row(lambda: out.copy_(other), COPIED)
     return {COPY: copy, **{name: Row(do, 4) for name, do in fills.items()}}
@@ -165,8 +138,8 @@ def steps(shapes: dict[str, tuple[int, ...]]) -> dict[str, Row]:
     for name, recipe in RECIPES.items():
         rows[name] = Row(ours(recipe), bytes_of(recipe))
     for name in ("independent", "BLT, 4 buffers"):
-        slow = without_compiler(lambda name=name: ours(RECIPES[name]))
-        rows[f"{name}, no C compiler"] = Row(slow, bytes_of(RECIPES[name]))
+        slow = by_torch(lambda name=name: ours(RECIPES[name]))
+        rows[f"{name}, by torch"] = Row(slow, bytes_of(RECIPES[name]))
     return rows
 
 
@@ -193,7 +166,7 @@ def main() -> None:
     parser.add_argument("--numbers", type=int, default=4_000_000)
     parser.add_argument("--repeat", type=int, default=15)
     options = parser.parse_args()
-    print(f"torch {torch.__version__}, NumPy {np.__version__}, C loops: {bool(native.library())}")
+    print(f"torch {torch.__version__}, NumPy {np.__version__}, C step: {bool(c_step.library())}")
     groups: list[tuple[str, int, Callable[[], dict[str, Row]]]] = [
         (f"draw {options.numbers:,}", options.numbers, lambda: draws(options.numbers)),
         ("step, CNN", 26_010, lambda: steps(CNN)),

@@ -114,7 +114,7 @@ def _faults() -> int:
 
 def phase_functions() -> list[tuple[object, str, str]]:
     """Who has a function that is a phase of a step, its name, and what the phase is called."""
-    from noshuffle.clipping import ghost_forms, rowwise, rules_conv
+    from noshuffle.clipping import ghost_forms, rules_conv
     from noshuffle.clipping import units as members
     from noshuffle.noise import NoiseStream
     from noshuffle.release.release import Release
@@ -125,9 +125,8 @@ def phase_functions() -> list[tuple[object, str, str]]:
         (ghost_forms, "batch_losses", "forward"),
         (torch.autograd, "grad", "backward, norms"),
         (rules_conv.Convolution, "squares", "norms of convolutions"),
-        (rowwise.Rowwise, "take_squares", "norms of rows"),
         (members, "clip_factors", "factors"),
-        (rowwise.Rowwise, "totals", "weighted sums"),
+        (members._Gradients, "add_up", "weighted sums"),
         (NoiseStream, "add_", "noise, divide"),
         (torch.optim.SGD, "step", "optimizer"),
         (training_step.Step, "_outcome", "outcome"),

@@ -125,32 +125,14 @@ def test_fastdp_is_measured_where_it_does_the_same_work(
     assert capsys.readouterr().out == ""
 
 
-def test_rows_without_a_compiler_are_built_and_run_without(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_rows_by_torch_are_made_without_the_c_step(monkeypatch: pytest.MonkeyPatch) -> None:
     noise = load("noise_cpu", monkeypatch)
-    chunks: list[int] = []
-    cut = noise.Layout.of
-
-    def noted(*shapes: Any, chunk_tiles: int) -> Any:
-        chunks.append(chunk_tiles)
-        return cut(*shapes, chunk_tiles=chunk_tiles)
-
-    monkeypatch.setattr(noise, "Layout", type("Noted", (), {"of": staticmethod(noted)}))
-    known = noise.native.library()
-    seen = []
-
-    def make() -> Any:
-        seen.append(noise.native.library())
-        return lambda: seen.append(noise.native.library())
-
-    noise.without_compiler(make)()
-    assert seen == [None, None]
-    assert noise.native.library() is known
+    known, seen = noise.c_step.library(), []
+    noise.by_torch(lambda: seen.append(noise.c_step.library()))
+    assert seen == [None]
+    assert noise.c_step.library() is known
     for row in noise.draws(3000).values():
         row.do()
-    here = noise.TORCH_CHUNK if known is None else noise.CPU_CHUNK
-    assert chunks == [here, here, noise.TORCH_CHUNK, noise.TORCH_CHUNK]
 
 
 MARKDOWN = """

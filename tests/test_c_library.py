@@ -1,129 +1,115 @@
-"""C files: clean, equal to their Python twins, built once, and loaded from safe folders only."""
+"""The C loop: clean, equal to torch, found where it was built, and left out where it was not."""
 
 from __future__ import annotations
 
 import ctypes
-import os
 import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 import pytest
+from tests.noise.texts import built, needs_compiler, text
 
 from noshuffle import c_library
-from noshuffle.c_library import build, cache_folder, text_of
-from noshuffle.clipping import native_conv, native_norms, native_rows, native_steps
+from noshuffle.c_library import SOURCES, build, library_name, load, together
+from noshuffle.noise import c_step
 from noshuffle.noise import gaussian as constants
-from noshuffle.noise import native
-
-FILES = sorted((Path(c_library.__file__).parent / "native").glob("*.c"))
-SEVEN = "int seven(void) { return 7; }"
-needs_compiler = pytest.mark.skipif(
-    shutil.which("cc") is None or bool(os.environ.get("NOSHUFFLE_NATIVE")),
-    reason="no C compiler, or switched off",
-)
-
-
-@pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    cache = tmp_path / "cache"
-    monkeypatch.setenv("NOSHUFFLE_CACHE", str(cache))
-    return cache
 
 
 @needs_compiler
-def test_without_a_compiler_the_libraries_of_the_wheel_are_used(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(c_library, "_SHIPPED", tmp_path)
-    assert c_library.ship(tmp_path, {SEVEN: c_library.EXACT}) == 1
-    monkeypatch.setattr(c_library, "_compiler", lambda: None)
-    built = build(SEVEN)
-    assert built is not None
-    assert built.seven() == 7
-    assert build(SEVEN, switch="off") is None
-    assert build("int eight(void) { return 8; }") is None
-    (tmp_path / c_library.shipped_name(SEVEN, ("-g",))).write_bytes(b"damaged")
-    assert build(SEVEN, flags=("-g",)) is None
-
-
-@needs_compiler
-def test_all_are_built_before_they_are_asked_for(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """By texts that take no time: all C files of the package are those of the table."""
-    assert set(c_library.SHIPPED_FLAGS) == {file.name for file in FILES}
-    monkeypatch.setattr(c_library, "text_of", lambda name: f"{SEVEN} /* {name} */")
-    assert c_library.prepare() == len(FILES)
-    assert len(list(folder.glob("*.so"))) == len(FILES)
-    monkeypatch.setattr(c_library, "_compiled", None)  # kept: none is compiled again
-    assert c_library.prepare() == len(FILES)
-
-
-def test_whoever_has_none_is_told_what_stands_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("NOSHUFFLE_NATIVE", "off")
-    command = [sys.executable, "-m", "noshuffle.c_library"]
-    told = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert told.startswith(f"0 of {len(FILES)} C libraries are ready\nSlower forms stand in")
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_what_a_wheel_ships_is_what_is_asked_for_and_agrees(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Built for any processor, every library is found by its user and equals its slow twin."""
-    monkeypatch.setattr(c_library, "_SHIPPED", tmp_path)
-    assert c_library.ship(tmp_path) == len(FILES) == len(c_library.SHIPPED_FLAGS)
-    monkeypatch.setattr(c_library, "_compiler", lambda: None)
-    for ask in (m.library for m in (native, native_conv, native_norms, native_rows, native_steps)):
-        ask.cache_clear()
-        assert ask() is not None
-        ask.cache_clear()
-
-
-@pytest.fixture
-def compiled(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """The texts that were given to a compiler."""
-    texts: list[str] = []
-    real = c_library._compiled
-
-    def noted(text: str, *rest: object) -> object:
-        texts.append(text)
-        return real(text, *rest)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(c_library, "_compiled", noted)
-    return texts
-
-
-def seven_of(library: ctypes.CDLL | None) -> int:
+@pytest.mark.parametrize("is_portable", [False, True])
+def test_what_is_built_here_agrees_with_its_twin(tmp_path: Path, is_portable: bool) -> None:
+    """One that did not would be left aside without a word, and its tests be skipped."""
+    library = load(build(tmp_path, is_portable=is_portable).parent)  # type: ignore[union-attr]
     assert library is not None
-    return int(library.seven())
+    assert c_step.agrees(library)
 
 
 @needs_compiler
-@pytest.mark.parametrize("path", FILES, ids=lambda path: path.name)
-@pytest.mark.parametrize("processor", [["-march=native"], []], ids=["native", "any"])
-def test_files_compile_by_themselves_without_a_warning(path: Path, processor: list[str]) -> None:
-    """As they lie there, as an editor or a sanitizer would compile them."""
+def test_a_library_of_another_text_is_not_found(tmp_path: Path) -> None:
+    first = build(tmp_path / "built")
+    assert first is not None
+    shutil.copytree(SOURCES, tmp_path / "native", ignore=shutil.ignore_patterns("built"))
+    (tmp_path / "native" / "aes.h").write_text(text() + "\n/* changed */")
+    assert library_name(tmp_path / "native") != library_name() == first.name
+    (tmp_path / "built" / "noise-of-an-older-text.so").touch()
+    assert build(tmp_path / "built") == first
+    assert list((tmp_path / "built").iterdir()) == [first]
+
+
+@needs_compiler
+def test_it_is_left_out_where_it_is_missing_damaged_or_off(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert load(tmp_path) is None
+    made = build(tmp_path)
+    assert made is not None
+    assert load(tmp_path) is not None
+    monkeypatch.setenv("NOSHUFFLE_NATIVE", "off")
+    assert load(tmp_path) is None
+    monkeypatch.delenv("NOSHUFFLE_NATIVE")
+    other = tmp_path / "damaged"
+    other.mkdir()
+    (other / made.name).write_bytes(b"\x7fELF nonsense")
+    assert load(other) is None
+
+
+def test_without_a_compiler_nothing_is_built(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert build(tmp_path) is None
+
+
+@needs_compiler
+def test_a_text_that_is_no_c_leaves_nothing(tmp_path: Path) -> None:
+    (tmp_path / "noise.c").write_text("not C")
+    assert build(tmp_path / "built", sources=tmp_path) is None
+    assert not list((tmp_path / "built").iterdir())
+
+
+def test_noise_is_the_same_without_it() -> None:
+    """In a process that finds none, and says nothing of it."""
+    code = """
+import sys
+from pathlib import Path
+from noshuffle import c_library
+c_library.load.__defaults__ = (Path("nowhere"),) if sys.argv[1] == "none" else (c_library.BUILT,)
+import torch
+from noshuffle.noise import NoiseStream, c_step, test_source
+from noshuffle.strategies.recipe import FeedForward
+recipe, shapes = FeedForward((1.0, -1.0)), {"w": (5000,)}
+stream = NoiseStream(recipe, test_source(seed=1), shapes, scale=1.0, steps=2)
+assert sys.argv[1] == "some" or c_step.library() is None
+value = torch.zeros(5000)
+stream.add_({"w": value}), stream.add_({"w": value})
+print(value.double().abs().sum().item().hex())
+"""
+    runs = [
+        subprocess.run([sys.executable, "-c", code, which], capture_output=True, text=True)
+        for which in ("none", "some")
+    ]
+    assert runs[0].stdout == runs[1].stdout != "", runs[0].stderr + runs[1].stderr
+    assert runs[0].stderr == ""
+
+
+@needs_compiler
+@pytest.mark.parametrize("processor", [["-march=native"], ["-march=x86-64-v3", "-maes"], []])
+def test_files_compile_without_a_warning(processor: list[str]) -> None:
     flags = ["-std=gnu11", "-O2", "-Wall", "-Wextra", "-Werror", "-fsyntax-only", *processor]
-    done = subprocess.run(["cc", *flags, str(path)], capture_output=True, text=True)
-    if processor and "unrecognized" in done.stderr:
-        pytest.skip("this compiler knows no -march=native")
+    command = ["cc", *flags, str(SOURCES / "noise.c")]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if processor and ("unrecognized" in done.stderr or "bad value" in done.stderr):
+        pytest.skip("this compiler has no such flag")
     assert not done.returncode, done.stderr
 
 
-def defined(name: str) -> dict[str, str]:
-    """The plain numbers that a file defines."""
-    return dict(re.findall(r"^#define (\w+) \(?([^\s)]+.*?)\)?\s*(?:/\*.*)?$", text_of(name), re.M))
-
-
 def test_constants_of_the_noise_are_those_of_python() -> None:
-    found = defined("noise_constants.h")
+    header = (SOURCES / "noise_constants.h").read_text(encoding="utf-8")
+    found = dict(re.findall(r"^#define (\w+) \(?([^\s)]+.*?)\)?$", header, re.M))
     reals = {"LN2": constants.LN2, "SPREAD": constants.SPREAD, "BASE": constants.BASE}
     for name in ("SINE", "COSINE", "LOG"):
         reals |= {f"{name}{i}": c for i, c in enumerate(getattr(constants, name))}
@@ -139,164 +125,27 @@ def test_constants_of_the_noise_are_those_of_python() -> None:
     assert constants.TILE == 2 * constants.HALF
 
 
-def test_sizes_are_those_of_python() -> None:
-    assert defined("convolution.c")["SLICES"] == str(native_conv.SLICES)
-    assert defined("convolution.c")["SCRATCH"] == "1 << 14"
-    assert native_conv.SCRATCH == 1 << 14
-    assert defined("rows.c")["SLICES"] == str(native_rows._SLICES)
-    assert defined("steps.c")["LONGEST"].split()[0] == str(native_steps.LONGEST)
-    assert defined("norms.c")["WIDEST"].split()[0] == str(native_norms.WIDEST)
-
-
 @needs_compiler
-def test_a_library_is_built_once(folder: Path, compiled: list[str]) -> None:
-    assert seven_of(build(SEVEN)) == seven_of(build(SEVEN)) == 7
-    assert compiled == [SEVEN]
-    assert [path.suffix for path in folder.iterdir()] == [".so"]
-    assert folder.stat().st_mode & 0o777 == 0o700
-    code = (
-        "from noshuffle import c_library; c_library._compiled = None; "
-        f"print(c_library.build({SEVEN!r}).seven())"
-    )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.stdout == "7\n", done.stderr
-
-
-@needs_compiler
-def test_what_the_result_depends_on_is_in_its_name(
-    folder: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("has_team", [True, False])
+def test_all_threads_work_on_one_job(
+    tmp_path: Path, has_team: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build(SEVEN)
-    build(SEVEN + "\n")
-    build(SEVEN, flags=())
-    for part in ("_version", "_processor"):
-        with monkeypatch.context() as patch:
-            patch.setattr(c_library, part, lambda *_: "another")
-            build(SEVEN)
-    assert len(compiled) == len(list(folder.iterdir())) == 5
+    class Job(ctypes.Structure):
+        _fields_ = (("done", ctypes.c_int64),)
 
-
-@needs_compiler
-def test_processes_may_build_at_once(folder: Path) -> None:
-    code = f"from noshuffle import c_library; print(c_library.build({SEVEN!r}).seven())"
-    started = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(4)
-    ]
-    assert [process.communicate()[0] for process in started] == ["7\n"] * 4
-    assert len(list(folder.iterdir())) == 1
-
-
-@needs_compiler
-@pytest.mark.parametrize("content", [b"", b"\x7fELF nonsense"])
-def test_a_damaged_library_is_built_again(
-    folder: Path, compiled: list[str], content: bytes
-) -> None:
-    code = f"from noshuffle import c_library; print(c_library.build({SEVEN!r}).seven())"
-    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    (kept,) = folder.iterdir()
-    kept.write_bytes(content)
-    assert seven_of(build(SEVEN)) == 7
-    assert compiled == [SEVEN]
-    assert kept.stat().st_size > 1000
-
-
-@needs_compiler
-@pytest.mark.parametrize("what", ["the folder", "a folder above", "the file", "the owner"])
-def test_what_others_can_change_is_not_loaded(
-    folder: Path, compiled: list[str], what: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    build(SEVEN)
-    (kept,) = folder.iterdir()
-    evil = folder / "evil.c"
-    evil.write_text("int seven(void) { return 666; }")
-    subprocess.run(["cc", "-shared", "-fPIC", "-o", str(kept), str(evil)], check=True)
-    planted = kept.read_bytes()
-    if what == "the folder":
-        folder.chmod(0o770)
-    elif what == "a folder above":
-        folder.parent.chmod(0o777)
-    elif what == "the file":
-        kept.chmod(0o666)
-    else:
-        monkeypatch.setattr(os, "geteuid", lambda: os.getuid() + 1)
-    assert (cache_folder() is None) is (what != "the file")
-    monkeypatch.setattr(ctypes, "CDLL", lambda path: Path(path).read_bytes())
-    loaded = build(SEVEN)
-    assert isinstance(loaded, bytes)
-    assert loaded != planted
-    assert len(compiled) == 2
-    folder.parent.chmod(0o700)
-
-
-def test_a_folder_above_that_others_may_add_to_is_safe(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As /tmp is: the sticky bit keeps others from renaming what is ours."""
-    folder.parent.chmod(0o1777)
-    assert cache_folder() == folder.resolve()
-    folder.parent.chmod(0o700)
-
-
-@needs_compiler
-def test_without_a_folder_a_private_one_serves(
-    tmp_path: Path, compiled: list[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    file = tmp_path / "file"
-    file.touch()
-    monkeypatch.setenv("NOSHUFFLE_CACHE", str(file / "below"))
-    assert cache_folder() is None
-    assert seven_of(build(SEVEN)) == seven_of(build(SEVEN)) == 7
-    assert compiled == [SEVEN, SEVEN]
-
-
-def test_the_users_cache_folder_is_the_default(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NOSHUFFLE_CACHE", raising=False)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert cache_folder() == tmp_path.resolve() / "noshuffle"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path))
-    assert cache_folder() == tmp_path.resolve() / ".cache" / "noshuffle"
-
-
-@needs_compiler
-def test_switched_off_nothing_is_built(folder: Path, compiled: list[str]) -> None:
-    assert build(SEVEN, switch="off") is None
-    assert build("not C") is None
-    assert compiled == ["not C"]
-
-
-@needs_compiler
-@pytest.mark.parametrize("loops", [native, native_conv, native_norms, native_rows, native_steps])
-def test_what_is_built_here_agrees_with_its_twin(loops: ModuleType) -> None:
-    """One that did not would be left aside without a word, and its tests be skipped."""
-    assert loops.library() is not None
+    if not has_team:
+        monkeypatch.setattr(c_library, "_openmp", lambda: None)
+    add = "#include <stdint.h>\nvoid add(int64_t *n) { __atomic_fetch_add(n, 1, 0); }"
+    worker, job = built(tmp_path, add).add, Job()
+    worker.argtypes, worker.restype = [ctypes.c_void_p], None
+    for threads in (1, 3):
+        together(worker, job, threads=threads)
+    assert job.done == 4
 
 
 @pytest.mark.slow
 @needs_compiler
-def test_the_loops_do_nothing_undefined(folder: Path) -> None:
-    """Built to stop at the first overflow, bad shift or null, they still agree with their twins."""
-    code = """
-from noshuffle.c_library import build, text_of
-from noshuffle.clipping import native_conv, native_loops, native_norms, native_rows, native_steps
-from noshuffle.noise import native, whole_step
-
-flags = ("-ffp-contract=off", "-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
-for loops in (native, native_loops):
-    loops.build = lambda text, flags=(), wanted=flags: build(text, flags=wanted)
-found = native.build_loops(text_of("noise.c"))
-if found is None:
-    print("none")
-else:
-    native.library = lambda: found
-    print(native.agrees(found), not native.has_aes() or whole_step.is_ready())
-    for loops in (native_conv, native_norms, native_rows, native_steps):
-        print(loops._agrees(loops.library.build(text_of(loops.library._file))))
-"""
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    if done.stdout == "none\n":
-        pytest.skip("this compiler has no sanitizer")
-    assert done.stdout.split() == ["True"] * 6, (done.returncode, done.stderr)
+def test_the_loop_does_nothing_undefined(tmp_path: Path) -> None:
+    """Built to stop at the first overflow, bad shift or null, it still agrees with its twin."""
+    flags = ("-fsanitize=undefined", "-fsanitize-undefined-trap-on-error")
+    assert c_step.agrees(built(tmp_path, text(), flags=flags))

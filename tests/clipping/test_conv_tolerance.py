@@ -2,23 +2,16 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from torch import Tensor, nn
 
-from noshuffle.clipping import Flat, Ghost, gram, native_conv, rules_conv
+from noshuffle.clipping import Flat, Ghost, gram
 from noshuffle.clipping.conv_windows import sides_of, with_tolerance
-from noshuffle.clipping.native_conv import Geometry, Gradients
 from noshuffle.clipping.rules_conv import Convolution, convolution
 
-needs_loops = pytest.mark.skipif(
-    native_conv.library() is None, reason="no C compiler: there is one form only"
-)
 LAYERS: list[tuple[Any, tuple[int, ...]]] = [
     (nn.Conv2d(4, 6, 3), (7, 6)),
     (nn.Conv2d(4, 6, (3, 2), stride=(2, 1), dilation=(1, 2), padding=(2, 1), groups=2), (7, 6)),
@@ -65,73 +58,6 @@ def test_it_is_what_inner_products_of_windows_have_or_sums_lose(
             assert bool((found <= (squared.double().sqrt() + 3 * moved).square() * 1.001).all())
 
 
-@st.composite
-def cases(draw: Any) -> tuple[Any, Tensor, Tensor, int]:
-    """Convolutions with borders, and g that is zero at many positions, or in whole examples."""
-    axes, groups = draw(st.integers(1, 3)), draw(st.sampled_from([1, 1, 2, 3]))
-    channels, outputs = (groups * draw(st.integers(1, most)) for most in (6, 17))
-    small = st.tuples(*[st.integers(1, 4 if axes < 3 else 2)] * axes)
-    kernel, stride, dilation = draw(small), draw(small), draw(small)
-    padding = draw(st.tuples(*[st.integers(0, 2)] * axes))
-    space = [
-        max(1, (k - 1) * d + 1 - 2 * p) + draw(st.integers(0, 9 if axes < 3 else 3))
-        for k, d, p in zip(kernel, dilation, padding)
-    ]
-    torch.manual_seed(draw(st.integers(0, 2**32 - 1)))
-    kind: Any = (nn.Conv1d, nn.Conv2d, nn.Conv3d)[axes - 1]
-    layer = kind(channels, outputs, kernel, stride, padding, dilation, groups, bias=False)
-    size, frames = draw(st.integers(1, 6)), draw(st.integers(1, 3))
-    x = torch.randn(size * frames, channels, *space) * draw(SCALES)
-    g = torch.randn_like(layer(x)).detach() * draw(SCALES)
-    blank = torch.rand(len(g), 1, *g.shape[2:]) < torch.rand(len(g), 1, *[1] * axes) * 1.5
-    return layer, x, torch.where(blank, 0.0, g), size
-
-
-SCALES = st.sampled_from([1.0, 1.0, 2.0**-40, 2.0**-62, 2.0**-80, 2.0**-130, 2.0**40, 2.0**80])
-
-
-def loops_of(layer: Any, x: Tensor, g: Tensor, size: int) -> Gradients:
-    how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
-    own = Gradients(x, g, size=size, how=how, sides=sides_of(layer))
-    own.squares()
-    return own
-
-
-@needs_loops
-@settings(max_examples=150, deadline=None)
-@given(cases())
-def test_the_loops_find_what_torch_finds(case: tuple[Any, Tensor, Tensor, int]) -> None:
-    layer, x, g, size = case
-    own, sides = loops_of(layer, x, g, size), sides_of(layer)
-    assert own.lengths is not None
-    assert own.tolerated is not None
-    twin = with_tolerance(own.lengths, layer, x, g, size=size, sides=sides)
-    torch.testing.assert_close(own.tolerated, twin, rtol=2e-6, atol=0.0)
-    gap, expected = own.tolerated - own.lengths, twin - own.lengths
-    is_exact = own.lengths < 1e300
-    torch.testing.assert_close(gap[is_exact], expected[is_exact], rtol=1e-4, atol=0.0)
-
-
-@needs_loops
-def test_of_more_windows_than_are_written_at_a_time() -> None:
-    """Of one example few positions count, and they lie apart."""
-    torch.manual_seed(0)
-    layer = nn.Conv2d(20, 40, 3, padding=1)
-    x, g = torch.randn(3, 20, 45, 60), torch.randn(3, 40, 45, 60)
-    g[1:, :, 1:-1] = g[1:, ..., 2:-2] = g[2] = 0.0
-    alone = with_tolerance(torch.zeros(3), layer, x, g, size=3, sides=sides_of(layer))
-    assert (alone > 0.0).tolist() == [True, True, False]
-    form = weight_of(layer, x, g, 3)
-    loops = form._loops
-    assert loops is not None
-    assert form.squares() is loops.tolerated
-    assert loops.lengths is not None
-    twin = with_tolerance(loops.lengths, layer, x, g, size=3, sides=sides_of(layer))
-    gap = loops.tolerated - loops.lengths
-    torch.testing.assert_close(gap, twin - loops.lengths, rtol=1e-4, atol=0.0)
-
-
-@needs_loops
 @pytest.mark.parametrize("power", [-80, -62, 62, 80])
 def test_squares_neither_vanish_nor_overflow(power: int) -> None:
     """In single precision 2⁻⁸⁰ squared is none and 2⁸⁰ squared infinite; products here are not."""
@@ -139,10 +65,6 @@ def test_squares_neither_vanish_nor_overflow(power: int) -> None:
     layer = nn.Conv2d(3, 8, 3, padding=1)
     x, g = torch.randn(4, 3, 12, 12), torch.randn(4, 8, 12, 12)
     scaled = x * 2.0**power, g * 2.0**-power
-    first, other = (loops_of(layer, a, b, 4).tolerated for a, b in ((x, g), scaled))
-    assert first is not None
-    assert other is not None
-    assert torch.equal(first, other)
     first, other = (
         with_tolerance(torch.zeros(4), layer, a, b, size=4, sides=sides_of(layer))
         for a, b in ((x, g), scaled)
@@ -151,47 +73,21 @@ def test_squares_neither_vanish_nor_overflow(power: int) -> None:
     torch.testing.assert_close(first, other, rtol=1e-12, atol=0.0)
 
 
-@needs_loops
-@pytest.mark.parametrize("power", [-70, 70])
-@pytest.mark.parametrize("space", [(3, 3), (12, 12)])  # few positions, and few that are not zero
-def test_of_few_positions_it_overflows_as_inner_products_do(
-    space: tuple[int, int], power: int
-) -> None:
-    """Which are what such an example has in a batch that has no longer one."""
-    torch.manual_seed(0)
-    layer = nn.Conv2d(12, 24, 3, padding=1)
-    x, g = torch.randn(2, 12, *space), torch.randn(2, 24, *space)
-    g[..., 1:] = 0.0
-    x[1], g[1] = x[1] * 2.0**power, g[1] * 2.0**-power
-    outer = weight_of(layer, x, g, 2)._outer()
-    assert torch.isfinite(gram.squares(outer.a, outer.g)).tolist() == [True, False]
-    loops = loops_of(layer, x, g, 2)
-    assert loops.lengths is not None
-    assert loops.tolerated is not None
-    assert torch.isfinite(loops.lengths).all()
-    assert torch.isfinite(loops.tolerated).tolist() == [True, False]
-    twin = with_tolerance(loops.lengths, layer, x, g, size=2, sides=sides_of(layer))
-    assert torch.isfinite(twin).tolist() == [True, False]
-
-
 def with_blank_frames(t: Tensor, size: int, many: int) -> Tensor:
     frames = t.reshape(size, -1, *t.shape[1:])
     blank = torch.zeros(size, many, *t.shape[1:])
     return torch.cat([frames, blank], 1).flatten(0, 1)
 
 
-@pytest.mark.parametrize("is_compiled", [True, False])
 @pytest.mark.parametrize(
     ("space", "powers"),
     [((3,), (70, -70)), ((3,), (-70, 70)), ((4,), (60, 0)), ((4,), (0, 60))],
 )
 def test_what_overflows_does_so_beside_a_longer_example(
-    space: tuple[int], powers: tuple[int, int], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
+    space: tuple[int], powers: tuple[int, int]
 ) -> None:
     """One position is an outer product by itself, whose norm is a number; of two frames that cancel
     the gradient is one, and products of two inner products are none."""
-    if not is_compiled:
-        monkeypatch.setattr(rules_conv, "is_fit", lambda *_: False)
     torch.manual_seed(0)
     layer, frames = nn.Conv1d(12, 40, 3), space[0] - 2
     x = torch.randn(3, 12, *space).repeat_interleave(frames, 0) * 2.0 ** powers[0]
@@ -202,53 +98,10 @@ def test_what_overflows_does_so_beside_a_longer_example(
     assert torch.isfinite(alone.square).tolist() == torch.isfinite(beside.square).tolist()
 
 
-@needs_loops
-@pytest.mark.parametrize("space", [(3, 3), (12, 12)])
-@pytest.mark.parametrize("powers", [(0, -62), (-62, 0), (-62, -62), (-30, 40), (40, -30)])
-def test_what_inner_products_lose_is_in_it(space: tuple[int, int], powers: tuple[int, int]) -> None:
-    torch.manual_seed(0)
-    layer = nn.Conv2d(12, 24, 3, padding=1)
-    x = torch.randn(2, 12, *space) * 2.0 ** powers[0]
-    g = torch.randn(2, 24, *space) * 2.0 ** powers[1]
-    g[..., 1:] = 0.0
-    loops = loops_of(layer, x, g, 2)
-    assert loops.lengths is not None
-    assert loops.tolerated is not None
-    twin = with_tolerance(loops.lengths, layer, x, g, size=2, sides=sides_of(layer))
-    gap = loops.tolerated - loops.lengths
-    torch.testing.assert_close(gap, twin - loops.lengths, rtol=1e-4, atol=0.0)
-
-
-@needs_loops
-@pytest.mark.parametrize("value", [math.nan, math.inf])
-@pytest.mark.parametrize("is_input", [True, False])
-@pytest.mark.parametrize("kept", [1, 12])
-def test_what_is_not_finite_concerns_its_own_example(
-    value: float, is_input: bool, kept: int
-) -> None:
-    torch.manual_seed(0)
-    layer = nn.Conv2d(4, 16, 3, padding=1)
-    x, g = torch.randn(4, 4, 12, 12), torch.randn(4, 16, 12, 12)
-    g[..., kept:] = 0.0
-    before = loops_of(layer, x, g, 4).tolerated
-    (x if is_input else g)[2, 3, 4, 0] = value
-    after = loops_of(layer, x, g, 4).tolerated
-    assert before is not None
-    assert after is not None
-    assert torch.isfinite(after).tolist() == [True, True, False, True]
-    others = torch.tensor([0, 1, 3])
-    assert torch.equal(before[others], after[others])
-
-
 @pytest.mark.parametrize("space", [(12, 12), (30, 30)])
-@pytest.mark.parametrize("is_compiled", [True, False])
-def test_a_blank_picture_stays_within_the_bound(
-    space: tuple[int, int], is_compiled: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_blank_picture_stays_within_the_bound(space: tuple[int, int]) -> None:
     """In front of a norm of channels its gradients cancel: norm and sum are nothing but rounding,
     which differs where they are found in two ways."""
-    if not is_compiled:
-        monkeypatch.setattr(rules_conv, "is_fit", lambda *_: False)
     torch.manual_seed(0)
     size, layer = 260, nn.Conv2d(3, 64, 3)
     x = torch.randn(size, 3, 1, 1).expand(-1, -1, *space).contiguous()

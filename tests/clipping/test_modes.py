@@ -9,7 +9,7 @@ from torch import nn
 from torch.nn import functional as F
 
 import noshuffle as ns
-from noshuffle.clipping import Flat, Ghost, PerLayer, auto, rowwise
+from noshuffle.clipping import Flat, Ghost, PerLayer, auto, forms
 from noshuffle.clipping import microbatches as modes
 from noshuffle.clipping import units as members
 from noshuffle.clipping.microbatches import Need, decide, microbatches
@@ -324,8 +324,8 @@ def test_small_gradients_side_by_side_change_nothing(monkeypatch, clip):
     want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=clip)
     packs = []
 
-    def always(forms, names):
-        packs.append(rowwise.bundled(forms, names))
+    def always(gradients, names):
+        packs.append(forms.bundled(gradients, names))
         return packs[-1]
 
     monkeypatch.setattr(members._Gradients, "bundling", ("cuda", "cpu"))

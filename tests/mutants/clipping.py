@@ -46,8 +46,8 @@ CLIPPING = (
     Mutant(
         "the bias of a linear layer has no norm",
         "clipping/rules.py",
-        "bias = DenseGradient(summed(g))",
-        "bias = DenseGradient(summed(g) * 0)",
+        "return DenseGradient(summed(g.reshape(size, -1, g.shape[-1])))",
+        "return DenseGradient(summed(g.reshape(size, -1, g.shape[-1])) * 0)",
         ENGINES,
         "ghost norm",
     ),

@@ -9,22 +9,22 @@ GRID = ("tests/noise/test_grid.py",)
 SOURCE = ("tests/noise/test_source.py",)
 TREE = ("tests/noise/test_forest.py", "tests/noise/test_covariance.py")
 RING = ("tests/noise/test_ring.py",)
-#: Loops in C that disagree with their twins are never used, and this is where that is noticed.
+#: A loop in C that disagrees with its twin is never used, and this is where that is noticed.
 TWINS = ("tests/test_c_library.py::test_what_is_built_here_agrees_with_its_twin",)
 
 NOISE = (
     Mutant(
-        "noise two thirds as large, chunk by chunk",
-        "noise/chunk_step.py",
-        "(u, 1.0) if self._buffers else (y, plan.gain * scale)",
-        "(u, 1.0) if self._buffers else (y, plan.gain * scale * 2 / 3)",
-        LAWS,
+        "noise two thirds as large by torch",
+        "noise/torch_step.py",
+        "(u, 1.0) if buffers else (y, plan.gain * scale)",
+        "(u, 1.0) if buffers else (y, plan.gain * scale * 2 / 3)",
+        TWINS + LAWS,
         "scale",
     ),
     Mutant(
         "gain of the correlation left out in the C loop",
         "native/noise.c",
-        "for (int j = 0; j < TILE; j++) v[j] *= gain;",
+        "for (int j = 0; j < TILE; j++) y[j] *= gain;",
         "(void)gain;",
         TWINS + LAWS,
         "scale",
@@ -32,8 +32,8 @@ NOISE = (
     Mutant(
         "buffers are read after they were brought forward",
         "native/noise.c",
-        "v[j] += s[j] * c;\n                    s[j] = s[j] * d + u[at + j];",
-        "s[j] = s[j] * d + u[at + j];\n                    v[j] += s[j] * c;",
+        "y[j] += s[j] * c;\n                s[j] = s[j] * d + u[j];",
+        "s[j] = s[j] * d + u[j];\n                y[j] += s[j] * c;",
         TWINS + LAWS,
         "correlation",
     ),
@@ -95,7 +95,7 @@ NOISE = (
     ),
     Mutant(
         "saved noise state passes through bfloat16",
-        "noise/stream_state.py",
+        "noise/stream.py",
         "torch.cat(pieces, dim=1).view(shape).cpu().clone()",
         "torch.cat(pieces, dim=1).view(shape).cpu().bfloat16().float()",
         LAWS,
@@ -103,7 +103,7 @@ NOISE = (
     ),
     Mutant(
         "a resumed stream begins with empty buffers",
-        "noise/stream_state.py",
+        "noise/stream.py",
         "piece.copy_(part)",
         "pass",
         LAWS,
@@ -138,7 +138,7 @@ NOISE = (
         "native/noise.c",
         "value[j] = ((a + middle) - middle) * times;",
         "value[j] = (value[j] + noise[j]) * times;",
-        (*TWINS, *GRID, "tests/noise/test_whole_step.py"),
+        (*TWINS, *GRID, "tests/noise/test_c_step.py"),
         "P10",
     ),
     Mutant(

@@ -27,15 +27,13 @@ class Ones:
     def check_names(self, names: Iterable[str]) -> None:
         pass
 
-    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Ones:
+    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device) -> Ones:
         return self
 
-    def draw_(
-        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
-    ) -> None:
+    def draw_(self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool) -> None:
         out.add_(weight) if accumulate else out.fill_(weight)
 
-    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
+    def jitters_(self, out: Tensor, *, step: float) -> None:
         out.zero_()
 
 

@@ -15,11 +15,10 @@ from scipy.stats import chi2
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import NoiseStream, grid, native, test_source
-from noshuffle.noise.gaussian import HALF, TILE
+from noshuffle.noise import NoiseStream, c_step, grid, test_source
+from noshuffle.noise.gaussian import HALF, TILE, normals_
 from noshuffle.noise.grid import MOST_SPREAD, add_on_grid_, grid_step, jitters_
 from noshuffle.noise.layout import Layout
-from noshuffle.noise.native import normals_
 from noshuffle.noise.step_plan import StepPlans, grid_of
 from noshuffle.strategies.recipe import Buffered, FeedForward, Forest, Recipe, Recursive, Rows
 
@@ -71,9 +70,9 @@ def slow(x: float, n: float, u: Fraction, step: float, *, digits: int) -> float:
 def some_words(seed: int, *, tiles: int = 1, kind: str = "aes") -> Tensor:
     source = test_source(seed=seed, kind=kind)
     layout = Layout.of({"w": (tiles * TILE,)}, chunk_tiles=tiles)
-    drawer = source.drawer(layout.chunks, device=torch.device("cpu"), workers=1)
-    drawer.draw_(torch.empty(tiles, TILE), chunk=0, row=3, weight=1.0, accumulate=False, worker=0)
-    words: Tensor = drawer.scratch[0]  # type: ignore[attr-defined]
+    drawer = source.drawer(layout.chunks, device=torch.device("cpu"))
+    drawer.draw_(torch.empty(tiles, TILE), chunk=0, row=3, weight=1.0, accumulate=False)
+    words: Tensor = drawer.scratch  # type: ignore[attr-defined]
     return words
 
 
@@ -114,7 +113,7 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
     stream = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     bare = NoiseStream(RECIPES[name], source, shapes, **options)  # type: ignore[arg-type]
     layout = Layout.of({"w": (2 * TILE,)}, chunk_tiles=2)
-    drawer = source.drawer(layout.chunks, device=torch.device("cpu"), workers=1)
+    drawer = source.drawer(layout.chunks, device=torch.device("cpu"))
     plans = StepPlans.of(RECIPES[name])
     for t in range(12):
         plan = plans.at(t)
@@ -126,8 +125,8 @@ def test_a_stream_rounds_by_the_words_of_its_newest_row(name: str, kind: str) ->
             patch.setattr(grid, "grid_step", lambda _: 0.0)
             bare.add_({"w": noise})
         row = max(row for row, _ in plan.draws)
-        drawer.draw_(torch.empty(2, TILE), chunk=0, row=row, weight=1.0, accumulate=False, worker=0)
-        words: NDArray[np.int32] = drawer.scratch[0].numpy()  # type: ignore[attr-defined]
+        drawer.draw_(torch.empty(2, TILE), chunk=0, row=row, weight=1.0, accumulate=False)
+        words: NDArray[np.int32] = drawer.scratch.numpy()  # type: ignore[attr-defined]
         step = grid_of(plan, scale=0.37)
         for j in (0, 1, 255, 400, 723, 724, 725, 1000, TILE - 1, TILE, 2 * TILE - 1):
             tile, element = divmod(j, TILE)
@@ -335,7 +334,7 @@ def test_no_candidate_is_ruled_out_by_low_bits(kind: str) -> None:
 
 
 def test_all_forms_agree_on_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
-    if native.library() is None:
+    if c_step.library() is None:
         pytest.skip("no C compiler here, so there is one form only")
 
     def run() -> Tensor:
@@ -348,5 +347,5 @@ def test_all_forms_agree_on_the_grid(monkeypatch: pytest.MonkeyPatch) -> None:
         return value
 
     fast = run()
-    monkeypatch.setattr(native, "library", lambda: None)
+    monkeypatch.setattr(c_step, "library", lambda: None)
     assert torch.equal(fast, run())

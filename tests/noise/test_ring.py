@@ -19,7 +19,7 @@ from torch import Tensor
 
 import noshuffle.strategies as st
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import NoiseStream, Source, native, test_source
+from noshuffle.noise import NoiseStream, Source, c_step, test_source
 from noshuffle.noise.grid import grid_step
 from noshuffle.noise.step_plan import StepPlans, rows_used
 from noshuffle.strategies.blt import blt
@@ -228,7 +228,7 @@ def test_all_forms_of_a_step_agree_under_a_ring(name: str, dtype: torch.dtype) -
         in_chunks = stream_of(recipe, source)
         in_chunks._whole = None
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(native, "library", lambda: None)
+            patch.setattr(c_step, "library", lambda: None)
             slow = run(stream_of(recipe, source), N, dtype)
         for a, b, c in zip(straight, run(in_chunks, N, dtype), slow, strict=True):
             assert torch.equal(a, b)

@@ -12,11 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from noshuffle.c_library import text_of
 from noshuffle.errors import InvalidInput
-from noshuffle.noise import Source, native, new_key, test_source
-from noshuffle.noise.gaussian import COSINE, LARGEST, LOG, SINE, TILE, normals_in_torch_
-from noshuffle.noise.native import normals_
+from noshuffle.noise import Source, new_key, test_source
+from noshuffle.noise.gaussian import COSINE, LARGEST, LOG, SINE, TILE, normals_
 
 KINDS = ("aes", "philox")
 SCALES = (2 / 3, 3 / 2)
@@ -206,54 +204,6 @@ def test_the_square_of_an_angle_may_be_rounded_twice() -> None:
     assert closer == 0
 
 
-@pytest.mark.parametrize("weight", [1.0, -0.37, 1e-30, 0.0, 3e8])
-def test_the_torch_and_the_c_transform_agree_bit_for_bit(weight: float) -> None:
-    rng = np.random.default_rng(1)
-    words = torch.tensor(rng.integers(-(2**31), 2**31, size=(40, TILE)), dtype=torch.int32)
-    words[0, :8] = torch.tensor([0, -1, 1, -2, 2**31 - 1, -(2**31), 2**30, 3])
-    for accumulate in (False, True):
-        fast, slow = torch.ones(40, TILE), torch.ones(40, TILE)
-        normals_(fast, words=words, weight=weight, accumulate=accumulate)
-        normals_in_torch_(slow, words=words, weight=weight, accumulate=accumulate)
-        assert torch.equal(fast, slow)
-        assert bool(torch.isfinite(fast).all())
-        assert accumulate or weight == 0 or float(fast.abs().median()) > 0.3 * abs(weight)
-
-
-def test_the_c_loops_are_built_where_there_is_a_compiler() -> None:
-    """A broken C text would silently fall back to the slow form; this is where it shows."""
-    import os
-    import shutil
-
-    if shutil.which("cc") is None or os.environ.get("NOSHUFFLE_NATIVE"):
-        pytest.skip("no C compiler, or switched off")
-    assert native.library() is not None
-
-
-@pytest.mark.parametrize(
-    ("right", "wrong"),
-    [
-        ("return fused(p, f, rest);", "return 1.0000001f * fused(p, f, rest);"),
-        ("0xD2511F53u", "0xD2511F51u"),
-        ("*= gain", "*= 1"),
-    ],
-)
-def test_a_wrong_build_is_not_used(right: str, wrong: str) -> None:
-    import os
-    import shutil
-
-    if shutil.which("cc") is None or os.environ.get("NOSHUFFLE_NATIVE"):
-        pytest.skip("no C compiler, or switched off")
-    text = text_of("noise.c")
-    assert text.count(right) == 1
-    good, bad = (native.build_loops(t) for t in (text, text.replace(right, wrong)))
-    assert good is not None
-    assert native.agrees(good)
-    assert bad is not None
-    assert not native.agrees(bad)
-    assert native.build_loops("not C") is None
-
-
 @settings(max_examples=60, deadline=None)
 @given(st.sampled_from(KINDS), st.integers(0, 70_000), st.integers(1, 5_000), st.integers(0, 2**31))
 def test_a_shard_is_a_part_of_the_whole(kind: str, start: int, size: int, row: int) -> None:
@@ -317,21 +267,6 @@ GOLDEN = {
     "aes": (-0.9502289295196533, -0.6299509406089783, -1.8947629928588867),
     "philox": (0.063896544277668, -1.510346531867981, 0.14402985572814941),
 }
-
-
-def test_the_c_loops_do_not_need_fused_instructions() -> None:
-    import os
-    import shutil
-
-    if shutil.which("cc") is None or os.environ.get("NOSHUFFLE_NATIVE"):
-        pytest.skip("no C compiler, or switched off")
-    lines = text_of("noise.c").splitlines()
-    found = [i for i, line in enumerate(lines) if line.startswith("#if") and "FMA" in line]
-    assert len(found) == 1
-    lines[found[0]] = "#if 0"
-    built = native.build_loops("\n".join(lines) + "\n")
-    assert built is not None
-    assert native.agrees(built)
 
 
 def test_keys() -> None:

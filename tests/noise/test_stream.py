@@ -16,10 +16,10 @@ from tests.strategies.slow_recipes import materialize
 from torch import Tensor
 
 from noshuffle.errors import HorizonExceeded, InvalidInput, NoshuffleError
-from noshuffle.noise import NoiseStream, Source, grid, test_source
+from noshuffle.noise import NoiseStream, Source, c_step, grid, test_source
+from noshuffle.noise.c_step import CStep
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.step_plan import StepPlans, fingerprint, grid_of
-from noshuffle.noise.whole_step import WholeStep
 from noshuffle.noise.words import AesWords
 from noshuffle.strategies.recipe import (
     Buffered,
@@ -169,19 +169,16 @@ def test_threads_order_and_the_length_do_not_change_a_bit(name: str) -> None:
         assert torch.equal(values["w"], full["w"].view(-1)[:700])
 
 
-def test_the_torch_form_is_bit_identical_to_the_c_loops(monkeypatch: pytest.MonkeyPatch) -> None:
-    from noshuffle.noise import native
-
-    if native.library() is None:
-        pytest.skip("no C compiler here, so there is one form only")
-    for kind in ("aes", "philox"):
-        for name in RECIPES:
-            source = test_source(seed="forms", kind=kind)
-            fast = run(stream_of(name, source=source, scale=0.3), 9)
-            with monkeypatch.context() as patch:
-                patch.setattr(native, "library", lambda: None)
-                slow = run(stream_of(name, source=source, scale=0.3), 9)
-            assert same(fast, slow), (kind, name)
+def test_the_torch_form_is_bit_identical_to_the_c_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    if c_step.library() is None:
+        pytest.skip("no C library here, so there is one form only")
+    for name in RECIPES:
+        source = test_source(seed="forms", kind="aes")
+        fast = run(stream_of(name, source=source, scale=0.3), 9)
+        with monkeypatch.context() as patch:
+            patch.setattr(c_step, "library", lambda: None)
+            slow = run(stream_of(name, source=source, scale=0.3), 9)
+        assert same(fast, slow), name
 
 
 @pytest.mark.parametrize("kind", ["aes", "philox"])
@@ -317,7 +314,7 @@ def test_the_state_of_another_stream_is_refused() -> None:
 def test_a_step_that_fails_half_way_stops_the_stream() -> None:
     stream = stream_of("blt")
     with pytest.MonkeyPatch.context() as patch:
-        for part, method in ((AesWords, "fill_"), (WholeStep, "add_")):
+        for part, method in ((AesWords, "fill_"), (CStep, "add_")):
             patch.setattr(part, method, lambda *_, **__: (_ for _ in ()).throw(MemoryError))
         with pytest.raises(MemoryError):
             stream.add_(zeros())
@@ -325,17 +322,6 @@ def test_a_step_that_fails_half_way_stops_the_stream() -> None:
         stream.add_(zeros())
     with pytest.raises(NoshuffleError, match="failed half-way"):
         stream.state_dict()
-
-
-def test_an_error_in_another_thread_is_raised_here() -> None:
-    from noshuffle.noise.layout import share
-
-    def fail(worker: int, item: int) -> None:
-        if item == 3:
-            raise MemoryError
-
-    with pytest.raises(MemoryError):
-        share(fail, items=4, workers=2)
 
 
 def test_no_state_where_draws_can_be_made_again() -> None:
@@ -384,7 +370,7 @@ def test_of_two_threads_in_one_step_one_is_refused(monkeypatch: pytest.MonkeyPat
     def slow(*_: object, **__: object) -> None:
         both.wait(900)  # until the other one was refused
 
-    monkeypatch.setattr(stream, "_whole", None)
+    monkeypatch.setattr(stream, "_c_step", None)
     monkeypatch.setattr(stream, "_add_noise", slow)
 
     def go() -> str:

@@ -58,13 +58,11 @@ class UnitDraws:
     def check_names(self, names: Iterable[str]) -> None:
         return None
 
-    def drawer(self, chunks: Sequence[Any], *, device: torch.device, workers: int) -> UnitDraws:
+    def drawer(self, chunks: Sequence[Any], *, device: torch.device) -> UnitDraws:
         self._first = [chunk.first for chunk in chunks]
         return self
 
-    def draw_(
-        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
-    ) -> None:
+    def draw_(self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool) -> None:
         """out (+)= weight·e_row, in the part of the row that this chunk holds."""
         if weight:
             self.rows = max(self.rows, row + 1)
@@ -74,7 +72,7 @@ class UnitDraws:
         if 0 <= at < out.numel():
             out.view(-1)[at] += weight * _ONE
 
-    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
+    def jitters_(self, out: Tensor, *, step: float) -> None:
         """No coins: the nearest point of the grid."""
         out.zero_()
 

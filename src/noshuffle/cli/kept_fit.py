@@ -1,4 +1,4 @@
-"""Fitted strategies kept between processes, in the folder that `c_library` keeps libraries in.
+"""Fitted strategies kept between processes, in the user's cache folder.
 
     name = BLAKE2b(mechanism, participation, workload, options, text of strategies/, NumPy, SciPy)
 
@@ -23,26 +23,23 @@ import numpy as np
 import scipy
 
 from noshuffle import strategies
-from noshuffle.c_library import cache_folder
 from noshuffle.participation import Participation
 from noshuffle.release.files import write_json
 from noshuffle.strategies import Strategy, from_dict
 from noshuffle.strategies.fit import fit
+from noshuffle.user_cache import user_cache
 
 
 def kept_fit(mechanism: str, participation: Participation, **options: Any) -> Strategy:
     """`fit(…).strategy`, or what it gave before."""
-    folder = cache_folder()
-    if folder is None:
-        return fit(mechanism, participation, **options).strategy
     asked = json.dumps([mechanism, participation.to_dict(), repr(sorted(options.items()))])
     parts = [asked.encode(), np.__version__.encode(), scipy.__version__.encode()]
     parts += [file.read_bytes() for file in sorted(Path(strategies.__file__).parent.glob("*.py"))]
     name = hashlib.blake2b(b"\0".join(parts), digest_size=20).hexdigest()
-    kept = folder / f"{name}.json"
     with suppress(Exception):  # whatever is wrong with a file: fit again
-        return from_dict(json.loads(kept.read_text(encoding="utf-8")))
+        return from_dict(json.loads((user_cache() / f"{name}.json").read_text(encoding="utf-8")))
     found = fit(mechanism, participation, **options).strategy
-    with suppress(OSError):
-        write_json(kept, found.to_dict())
+    with suppress(OSError, RuntimeError):  # read-only, or a user without a home
+        user_cache().mkdir(parents=True, exist_ok=True)
+        write_json(user_cache() / f"{name}.json", found.to_dict())
     return found

@@ -8,7 +8,7 @@ per_example any model, written out                      check     what a model m
 snapshot    whether a model is as it was                isolation_check  do examples mix?
 statefulness  what a model keeps                        stateless a call with other tensors
 products    half precision, wide sums                   gram      norms from inner products
-microbatches  fast, lean, or what fits                  rowwise   many gradients at once
+microbatches  fast, lean, or what fits
 adaptive    a threshold that follows a quantile         causal_lm the loss of language models
 rule_check  are the rules right?
 captured    what a loss takes from around it            batch_check  are all of a batch apart?

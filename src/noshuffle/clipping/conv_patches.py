@@ -1,20 +1,18 @@
 """Convolutions whose stride is their kernel: patches that do not overlap, and a linear map of each.
 
-The norm of a linear map has one tolerance for rounding (`gram`), that of a convolution another, by
-compiled loops on a CPU (`conv_windows`) and by kernels on a GPU (`conv_tolerance`). Whether those
-are worth it depends on how many examples and frames there are: as a linear map in short batches and
-a convolution in long ones, one blank picture more would move the norms of all others that cancel.
-So layer and picture decide:
+The norm of a linear map has one tolerance for rounding (`gram`), that of a convolution another
+(`conv_tolerance`). Whether kernels are worth it depends on how many examples and frames there are:
+as a linear map in short batches and a convolution in long ones, one blank picture more would move
+the norms of all others that cancel. So layer and picture decide:
 
-    one position, on a GPU          linear map: the norm is a product of two, and nothing is written
-    may be known to loops, kernels  convolution, in short batches too
-    else                            linear map
+    may be known to kernels     convolution, in short batches too
+    else, and of one position   linear map: of one position the norm is a product of two
 
 State: none.
 
 >>> from torch import nn
 >>> layer = nn.Conv2d(3, 8, 4, stride=4).double()
->>> is_linear(layer, torch.zeros(2, 3, 8, 8).double(), torch.zeros(2, 8, 2, 2).double(), ())
+>>> is_linear(layer, torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 2, 2), ())
 True
 >>> is_linear(nn.Conv2d(3, 8, 4, stride=2), torch.zeros(2, 3, 8, 8), torch.zeros(2, 8, 3, 3), ())
 False
@@ -31,9 +29,8 @@ from torch import Tensor
 from noshuffle.clipping import conv_kernels
 from noshuffle.clipping.conv_windows import Sides, windows
 from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.native_conv import Geometry, may_fit
-from noshuffle.clipping.products import HALF, wide
-from noshuffle.clipping.rules import affine
+from noshuffle.clipping.products import HALF
+from noshuffle.clipping.rules import bias_of, weight_of
 
 
 def may_fit_kernels(layer: Any, x: Tensor, g: Tensor, sides: Sides) -> bool:
@@ -55,10 +52,7 @@ def is_linear(layer: Any, a: Tensor, g: Tensor, sides: Sides) -> bool:
     """Whether the layer is taken for a linear map of patches: by layer and picture alone."""
     if not _cuts_patches(layer):
         return False
-    if a.is_cuda:
-        return g.shape[2:].numel() == 1 or not may_fit_kernels(layer, a, g, sides)
-    how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
-    return not may_fit(wide(a), wide(g), how)
+    return g.shape[2:].numel() == 1 or not may_fit_kernels(layer, a, g, sides)
 
 
 def by_patches(layer: Any, x: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
@@ -69,5 +63,5 @@ def by_patches(layer: Any, x: Tensor, g: Tensor, size: int) -> dict[str, Gradien
     a = a.reshape(len(x), g.shape[2:].numel() if len(g) else 0, -1)
     g = g.flatten(2).transpose(1, 2)
     g = g.contiguous() if g.is_cuda else g  # kernels read rows as they lie
-    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size)
-    return {"weight": weight, "bias": bias}
+    weight = weight_of(a, g, tuple(layer.weight.shape), size=size)
+    return {"weight": weight, "bias": bias_of(g, size=size)}

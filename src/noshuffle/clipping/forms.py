@@ -29,6 +29,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -351,6 +352,47 @@ def take_squares_of_rows(forms: Iterable[Sequence[GradientForm]]) -> None:
     sizes = (sizes if lost == 0.0 else sizes.mul_(1.0 + lost)).square_()
     for form, square in zip(rows, sizes.view(len(rows), -1).unbind()):
         form.__dict__["square"] = square
+
+
+#: Larger gradients are worth an operation of their own on a GPU.
+LARGEST = 1 << 17
+
+
+class Bundle(NamedTuple):
+    """Small gradients of several parameters side by side, [B, n_1 + n_2 + …].
+
+    For a GPU: one norm and one weighted sum, in place of one a parameter.
+    """
+
+    names: tuple[str, ...]
+    shapes: tuple[torch.Size, ...]
+    form: DenseGradient
+
+    def totals(self, factors: Tensor, bad: Tensor | None) -> dict[str, Tensor]:
+        """The weighted sums, views of one tensor; `bad` examples are replaced by zeros first."""
+        form: GradientForm = self.form if bad is None else self.form.kept(~bad)
+        parts = form.total(factors).split_with_sizes([shape.numel() for shape in self.shapes])
+        each = zip(self.names, parts, self.shapes)
+        return {n: p if len(s) == 1 else p.view(s) for n, p, s in each}
+
+
+def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundle | None:
+    """Take the small written-out gradients among `names` out of `forms`; None if there are none."""
+    found: dict[str, Tensor] = {}
+    for name in names:
+        own = forms.get(name, [])
+        if len(own) == 1 and isinstance(own[0], DenseGradient):
+            grads = own[0].grads
+            if grads.dtype == torch.float32 and grads.shape[1:].numel() <= LARGEST:
+                found[name] = grads
+    if len(found) < 2:
+        return None
+    for name in found:
+        del forms[name]
+    joined = torch.cat(
+        [g if g.dim() == 2 else g.reshape(g.shape[0], -1) for g in found.values()], 1
+    )
+    return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), DenseGradient(joined))
 
 
 def merge(forms: Sequence[GradientForm]) -> list[GradientForm]:

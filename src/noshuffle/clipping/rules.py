@@ -23,7 +23,6 @@ parameters (`named_rule`), and the trial on two examples decides whether such a 
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import cached_property
 from typing import Any, TypeVar
 
 import torch
@@ -31,7 +30,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.nn.utils import parametrize
 
-from noshuffle.clipping import native_norms, norm_kernels
+from noshuffle.clipping import norm_kernels
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient, RowGradient
 from noshuffle.clipping.products import HALF, aligned, sum_dtype, wide
 
@@ -93,48 +92,25 @@ def summed(t: Tensor) -> Tensor:
     return t.sum(1, dtype=sum_dtype(t.dtype))
 
 
-class StepSums(DenseGradient):
-    """The bias of a linear map on a CPU, g summed over its steps: `Rowwise` finds that on the way.
-
-    It keeps g alive, as the weight's form does.
-    """
-
-    g: Tensor
-
-    def __init__(self, g: Tensor) -> None:
-        self.__dict__["g"] = g
-
-    @cached_property
-    def grads(self) -> Tensor:
-        return summed(self.g)
-
-
-def bias_of(g: Tensor, *, is_kept: bool) -> DenseGradient:
-    """Σ_t g[b,t], at once unless g lies in ordinary memory and is kept for the weight anyway."""
-    is_later = is_kept and g.device.type == "cpu" and g.shape[1] > 1
-    return StepSums(g) if is_later else DenseGradient(summed(g))
-
-
-def affine(
-    a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int, is_trained: bool = True
-) -> tuple[GradientForm, GradientForm]:
-    """Weight and bias of x ↦ W x + b, with any number of axes between example and feature.
-
-    `is_trained`: whether the weight is, so that its form will be kept.
-    """
+def weight_of(a: Tensor, g: Tensor, shape: tuple[int, ...], *, size: int) -> OuterGradient:
+    """W of x ↦ W x + b, with any number of axes between example and feature."""
     a = a.reshape(size, -1, a.shape[-1])
     g = g.reshape(size, -1, g.shape[-1])
     widths = (g.shape[2], a.shape[2])
-    is_alone = g.shape[1] == 1
-    bias = DenseGradient(summed(g)) if is_alone else bias_of(g, is_kept=is_trained)
-    return OuterGradient(*((aligned(a), aligned(g)) if a.is_cuda else (a, g)), shape, widths), bias
+    return OuterGradient(*((aligned(a), aligned(g)) if a.is_cuda else (a, g)), shape, widths)
+
+
+def bias_of(g: Tensor, *, size: int) -> DenseGradient:
+    """b of x ↦ W x + b."""
+    return DenseGradient(summed(g.reshape(size, -1, g.shape[-1])))
 
 
 @rule(nn.Linear)
 def linear(layer: nn.Linear, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
-    trained = layer.weight.requires_grad
-    weight, bias = affine(a, g, tuple(layer.weight.shape), size=size, is_trained=trained)
-    return {"weight": weight, "bias": bias}
+    forms: dict[str, GradientForm] = {
+        "weight": weight_of(a, g, tuple(layer.weight.shape), size=size)
+    }
+    return forms if layer.bias is None else forms | {"bias": bias_of(g, size=size)}
 
 
 @rule(nn.Embedding)
@@ -159,9 +135,6 @@ def layer_norm(layer: nn.LayerNorm, a: Tensor, g: Tensor, size: int) -> dict[str
     shape = tuple(layer.normalized_shape)
     if len(shape) == 1 and norm_kernels.fits_rows(a, g, shape[0]):
         weight, bias = norm_kernels.layer_sums(a, g, size=size, eps=layer.eps)
-        return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
-    if len(shape) == 1 and native_norms.fits(a, g, shape[0]):
-        weight, bias = native_norms.layer_sums(a, g, size=size, eps=layer.eps)
         return {"weight": DenseGradient(weight), "bias": DenseGradient(bias)}
     unit = F.layer_norm(a, shape, eps=layer.eps).reshape(size, -1, *shape)
     return _scale_and_shift(unit, g.reshape(size, -1, *shape), shape)
@@ -223,7 +196,7 @@ def stored_by_input(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, Gr
     g = g.reshape(size, -1, g.shape[-1])
     widths = (a.shape[2], g.shape[2])
     weight = OuterGradient(aligned(g), aligned(a), tuple(layer.weight.shape), widths)
-    return {"weight": weight, "bias": bias_of(g, is_kept=layer.weight.requires_grad)}
+    return {"weight": weight, "bias": bias_of(g, size=size)}
 
 
 def scaled_embedding(layer: Any, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:

@@ -24,7 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from noshuffle.clipping.forms import GradientForm
-from noshuffle.clipping.rules import affine, bias_of, rewrite
+from noshuffle.clipping.rules import bias_of, rewrite, weight_of
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -57,13 +57,10 @@ def _linear(
         return F.pad(g, pad) if any(pad) else g
 
     def build(g: Tensor) -> list[tuple[Tensor, GradientForm]]:
-        own = weight.requires_grad and shift is rows
-        one, two = affine(a, full(g, weight, rows), shape, size=a.shape[0], is_trained=own)
+        one = weight_of(a, full(g, weight, rows), shape, size=len(a))
         if bias is None:
             return [(weight, one)]
-        if shift is not rows:
-            two = bias_of(full(g, bias, shift).reshape(len(a), -1, len(bias)), is_kept=False)
-        return [(weight, one), (bias, two)]
+        return [(weight, one), (bias, bias_of(full(g, bias, shift), size=len(a)))]
 
     tape.record(build, out)
     return out

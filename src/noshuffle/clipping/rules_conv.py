@@ -4,12 +4,11 @@ With the input cut into windows, a convolution is a linear map applied at every 
 
     grad[b, o, (c, k)] = Σ_l g[b, o, l] · window[b, l, (c, k)]
 
-in each group. On a CPU compiled loops take the norms from there (`native_conv`), on a GPU kernels
-take norms and sum, where windows would be large (`conv_kernels`): in half precision, or, of float32
-that torch may not round to TF32, in pairs of such numbers. Elsewhere windows are a strided view,
-and the weighted sum is torch's own weight gradient. Windows that do not overlap (the patches of a
-vision transformer) make a linear map where neither knows them (`conv_patches`). State: which
-kernels agreed with that, by device and type.
+in each group. On a GPU kernels take norms and sum, where windows would be large (`conv_kernels`):
+in half precision, or, of float32 that torch may not round to TF32, in pairs of such numbers.
+Elsewhere windows are a strided view, and the weighted sum is torch's own weight gradient. Windows
+that do not overlap (the patches of a vision transformer) make a linear map where no kernel knows
+them (`conv_patches`). State: which kernels agreed with that, by device and type.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ from noshuffle.clipping.conv_patches import by_patches, is_linear, may_fit_kerne
 from noshuffle.clipping.conv_tolerance import raised, tolerance
 from noshuffle.clipping.conv_windows import Sides, padded, sides_of, windows, with_tolerance
 from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.native_conv import Geometry, Gradients, fits_cache, is_fit
 from noshuffle.clipping.products import HALF, rounds_convolutions, scaled, sum_dtype, wide, zeroed
 from noshuffle.clipping.rules import rule
 from noshuffle.clipping.shared_copies import copy_of
@@ -52,7 +50,7 @@ _WEIGHT_GRADIENTS: tuple[Callable[..., Tensor], ...] = (
 class Convolution(GradientForm):
     """The weight of a convolution: x [B·k, C, *space], g [B·k, O, *positions].
 
-    `sides` are the zeros that x still lacks; the compiled loops add them on their way.
+    `sides` are the zeros that x still lacks.
     """
 
     layer: Any
@@ -118,17 +116,6 @@ class Convolution(GradientForm):
         shape = (o // many, *layer.weight.shape[1:])
         return OuterGradient(a.flatten(0, 1), g.flatten(0, 1), shape)
 
-    @cached_property
-    def _loops(self) -> Gradients | None:
-        """The compiled form, where it knows these tensors and is worth it."""
-        layer = self.layer
-        how = Geometry(layer.kernel_size, layer.stride, layer.dilation, layer.groups)
-        if self.written or not is_fit(self.x, self.g, how):
-            return None
-        is_raw = bool(self.sides) and fits_cache(self.x, how, self.sides)
-        x, sides = (self.x, self.sides) if is_raw else (self.full, ())
-        return Gradients(x, self.g, size=self.size, how=how, sides=sides)
-
     def squares(self) -> Tensor:
         if self.is_fused:
             found = conv_kernels.squares(self.x, self.g, **self._kernels, lengths=self.lengths)
@@ -136,14 +123,6 @@ class Convolution(GradientForm):
             return found if self.keep is None else torch.where(self.keep, found, 0.0)
         if self.lengths is not None:  # written out before anybody asked
             return self._plain().squares()
-        loops = self._loops
-        if loops is not None:
-            if loops.is_worth_keeping:
-                self.written.append(loops.dense())
-            else:
-                loops.squares()
-            assert loops.tolerated is not None
-            return loops.tolerated
         outer = self._outer()
         is_one = outer.a.shape[1] == 1  # position
         if self.x.is_cuda:
@@ -166,8 +145,6 @@ class Convolution(GradientForm):
     def _with_tolerance(self, squared: Tensor) -> Tensor:
         """With a tolerance, the same whichever way a norm is found (`gram.of_written`): the longest
         example must not change those of the others.
-
-        The loops need it themselves: where windows cancel, norm and sum are rounded each its way.
         """
         return with_tolerance(squared, self.layer, self.x, self.g, size=self.size, sides=self.sides)
 
@@ -191,9 +168,6 @@ class Convolution(GradientForm):
             if self.units is not None:  # where both are huge and never meet, 0·∞ would be NaN
                 kept = (kept.double() * self.units).clamp_max(1e38)
             return conv_kernels.total(self.x, self.g, kept, **self._kernels)
-        loops = self._loops
-        if loops is not None and loops.is_small:
-            return loops.total(factors)
         layer, g = self.layer, self._scaled(factors)
         weight_of = _WEIGHT_GRADIENTS[len(layer.kernel_size) - 1]
         return weight_of(
@@ -202,18 +176,6 @@ class Convolution(GradientForm):
 
     def spent(self, factors: Tensor) -> Tensor:
         return self.total(factors) if self.is_fused else super().spent(factors)
-
-    @cached_property
-    def channels(self) -> Tensor:
-        """Σ g over frames and positions, [B, O]: the gradients of the bias."""
-        if self.is_fused:
-            return _by_channel(self._plain().g, self.size)
-        loops = self._loops
-        if loops is None:
-            return _by_channel(self.g, self.size)
-        _ = self.square if loops.channels is None else None  # they come along
-        assert loops.channels is not None
-        return loops.channels
 
     def kept(self, keep: Tensor) -> GradientForm:
         if self.is_fused and not self.written:
@@ -231,7 +193,7 @@ class Convolution(GradientForm):
 
 
 def _by_channel(g: Tensor, size: int) -> Tensor:
-    """Σ g over frames and positions, [B, O]."""
+    """Σ g over frames and positions, [B, O]: the gradients of the bias."""
     frames = g.reshape(size, -1, *g.shape[1:])
     return frames.sum((1, *range(3, frames.dim())), dtype=sum_dtype(g.dtype))
 
@@ -322,19 +284,6 @@ def _agrees(device: torch.device, x_type: torch.dtype, g_type: torch.dtype, is_p
     return True
 
 
-class Channels(DenseGradient):
-    """The bias of a convolution, whose gradients come along with the norms of the weight's."""
-
-    weight: Convolution
-
-    def __init__(self, weight: Convolution) -> None:
-        self.__dict__["weight"] = weight
-
-    @cached_property
-    def grads(self) -> Tensor:
-        return self.weight.channels
-
-
 @rule(nn.Conv1d, nn.Conv2d, nn.Conv3d)
 def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, GradientForm]:
     sides, mode = sides_of(layer), layer.padding_mode
@@ -344,12 +293,11 @@ def convolution(layer: nn.Conv2d, a: Tensor, g: Tensor, size: int) -> dict[str, 
         return by_patches(layer, padded(a, sides, mode="zeros"), g, size)
     if _has_kernels(layer, a, g, size, sides):
         weight = _fused(layer, a, g, size, sides)
-        if layer.bias is None:
-            return {"weight": weight}
-        return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}
-    a, g = wide(a), wide(g)
-    if a.device.type != "cpu":
-        a, sides = padded(a, sides, mode=mode), ()
-    weight = Convolution(layer, a, g, size, sides)
-    bias = Channels(weight) if a.device.type == "cpu" else DenseGradient(weight.channels)
-    return {"weight": weight, "bias": bias}
+    else:
+        a, g = wide(a), wide(g)
+        if a.device.type != "cpu":
+            a, sides = padded(a, sides, mode=mode), ()
+        weight = Convolution(layer, a, g, size, sides)
+    if layer.bias is None:
+        return {"weight": weight}
+    return {"weight": weight, "bias": DenseGradient(_by_channel(g, size))}

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from noshuffle.clipping import lstm
 from noshuffle.clipping.forms import GradientForm, OuterGradient
 from noshuffle.clipping.products import wide
-from noshuffle.clipping.rules import affine, bias_of, rewrite
+from noshuffle.clipping.rules import bias_of, rewrite, weight_of
 from noshuffle.errors import Unsupported
 
 if TYPE_CHECKING:
@@ -84,9 +84,8 @@ def _one_way(
                 (w_hh, OuterGradient(previous, hidden, tuple(w_hh.shape))),
             ]
             if b_ih is not None:
-                kept = w_ih.requires_grad, w_hh.requires_grad
-                found += [(b_ih, bias_of(g, is_kept=kept[0]))]
-                found += [(b_hh, bias_of(hidden, is_kept=kept[1]))]
+                one = bias_of(g, size=len(g))
+                found += [(b_ih, one), (b_hh, one if hidden is g else bias_of(hidden, size=len(g)))]
             return found
 
         tape.record(build, projected)
@@ -96,7 +95,7 @@ def _one_way(
 def _projected(tape: GradientTape, weight: Tensor, h: Tensor) -> Tensor:
     out, a = F.linear(h, weight), h.detach()
     size, shape = a.shape[0], tuple(weight.shape)
-    tape.record(lambda g: [(weight, affine(a, g, shape, size=size)[0])], out)
+    tape.record(lambda g: [(weight, weight_of(a, g, shape, size=size))], out)
     return out
 
 

@@ -15,27 +15,23 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from noshuffle.clipping import native_rows
 from noshuffle.clipping.factor import Clip, ClippedSum, clip_factors, slack
 from noshuffle.clipping.forms import (
-    DenseGradient,
+    Bundle,
     GradientForm,
-    OuterGradient,
     Units,
+    bundled,
     merge,
     squares,
     take_squares_of_rows,
 )
 from noshuffle.clipping.products import HALF
-from noshuffle.clipping.rowwise import Bundle, Rowwise, bundled
-from noshuffle.clipping.rules import StepSums
 from noshuffle.device_copy import DeviceCopy, on_its_way
 from noshuffle.errors import InvalidInput
 from noshuffle.triton_shim import is_capturing
@@ -204,10 +200,7 @@ def _ask(bad: Tensor, part: SumPart, *, device: torch.device) -> tuple[bool, Dev
 
 
 class _Gradients:
-    """The gradients of all units, laid out as the device likes them; used up by the sums.
-
-    A GPU has small ones bundled, a CPU reads many plain rows in one call, where they are worth it.
-    """
+    """The gradients of all units, used up by the sums; a GPU has small ones bundled."""
 
     bundling = ("cuda",)
 
@@ -224,15 +217,11 @@ class _Gradients:
         self._on_gpu = device.type in self.bundling and count > 0
         self._bundles: dict[tuple[str, ...], Bundle] = {}
         self._bad: Tensor | None = None
-        self._rows: Rowwise | None = None
         if self._on_gpu:
             for group, _ in clip.groups(tuple(like)):
                 bundle = bundled(forms, group)
                 if bundle is not None:
                     self._bundles[group] = bundle
-        elif _are_many(forms):
-            self._rows = Rowwise(forms)
-            self._rows.take_squares()
 
     def squared_norms(self) -> dict[str, Tensor]:
         """Squared norm per unit, by parameter; that of a bundle stands at its first name."""
@@ -259,8 +248,6 @@ class _Gradients:
         own = self._forms
         own.update({name: [form.kept(~bad) for form in forms] for name, forms in own.items()})
         self._bad = bad
-        if self._rows is not None:
-            self._rows = Rowwise(own)
 
     def add_up(
         self,
@@ -276,8 +263,6 @@ class _Gradients:
         together: dict[str, Tensor] = {}
         if names in self._bundles:
             together = self._bundles[names].totals(factor, self._bad)
-        if self._rows is not None:
-            together = self._rows.totals(names, factor)
         if onto is not None and together:
             torch._foreach_add_([onto[name] for name in together], list(together.values()))
             together = {name: onto[name] for name in together}
@@ -294,18 +279,3 @@ class _Gradients:
             if total is None:
                 total = torch.zeros_like(like, dtype=kind)
             values[name] = total if onto is None else onto[name].add_(total)
-
-
-def _are_many(forms: Mapping[str, Sequence[GradientForm]]) -> bool:
-    """Whether the numbers of a step are so many that one call for all rows may be worth it."""
-    numbers = 0
-    for form in chain.from_iterable(forms.values()):
-        if type(form) is DenseGradient:
-            numbers += form.grads.numel()
-        elif type(form) is OuterGradient:  # written out, if at all, where that is smaller
-            numbers += form.a.numel() + form.g.numel()
-        elif type(form) is StepSums:  # in the g of its weight
-            continue
-        else:
-            return True
-    return numbers >= native_rows.LEAST

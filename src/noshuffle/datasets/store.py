@@ -17,8 +17,8 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from noshuffle.c_library import user_cache
 from noshuffle.errors import DataUnavailable, InvalidInput
+from noshuffle.user_cache import user_cache
 
 
 @dataclass(frozen=True)

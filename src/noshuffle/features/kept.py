@@ -18,12 +18,12 @@ from typing import Any
 
 import torch
 
-from noshuffle.c_library import user_cache
 from noshuffle.features.encoder import Encoder, place
 from noshuffle.features.patches import Patches
 from noshuffle.features.prior import Prior
 from noshuffle.features.whitening import Whitening
 from noshuffle.release.files import write_bytes
+from noshuffle.user_cache import user_cache
 
 #: To be counted up when the same settings make other features.
 MADE = 1

@@ -2,10 +2,9 @@
 
        words[4i .. 4i + 3] = AES(key, row . (block + i))             (FIPS 197, SP 800-38A)
 
-   aes_schedule expands a key, aes_tile fills a tile of 1024 words, in blocks of four, two or one,
-   whatever the processor takes. keystream does the same for add_noise and asks for memory on its
-   way. Where a processor has no such instructions, or the compiler does not know them, aes_ready
-   says so. native.py compares what comes out with the example of the standard before any use. */
+   aes_schedule expands a key; keystream fills a tile of 1024 words for add_noise, in blocks of four,
+   two or one, whatever the processor takes, and asks for memory on its way. is_for_here says whether
+   this processor has all that the library was built for. */
 #ifndef NOSHUFFLE_AES_H
 #define NOSHUFFLE_AES_H
 
@@ -27,7 +26,27 @@ static inline void ask(float *const *soon, int many, int part, int parts) {
 #if defined(__AES__) && defined(__SSSE3__)
 #include <immintrin.h>
 
-int aes_ready(void) { return 1; }
+int is_for_here(void) {
+    __builtin_cpu_init();
+    int has = __builtin_cpu_supports("aes") && __builtin_cpu_supports("ssse3");
+#ifdef __AVX2__
+    has = has && __builtin_cpu_supports("avx2") && __builtin_cpu_supports("bmi2");
+#endif
+#ifdef __FMA__
+    has = has && __builtin_cpu_supports("fma");
+#endif
+#ifdef __AVX512F__
+    has = has && __builtin_cpu_supports("avx512f");
+#endif
+#ifdef __AVX512BW__
+    has = has && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+          __builtin_cpu_supports("avx512dq");
+#endif
+#ifdef __VAES__
+    has = has && __builtin_cpu_supports("vaes");
+#endif
+    return has;
+}
 
 static inline __m128i folded(__m128i k) {
     k = _mm_xor_si128(k, _mm_slli_si128(k, 4));
@@ -107,8 +126,12 @@ static inline void keystream(int32_t *words, const void *schedule, uint64_t row,
 #elif defined(__aarch64__) && defined(__AARCH64EL__) && \
     (defined(__ARM_FEATURE_AES) || defined(__ARM_FEATURE_CRYPTO))
 #include <arm_neon.h>
-
-int aes_ready(void) { return 1; }
+#ifdef __linux__
+#include <sys/auxv.h>
+int is_for_here(void) { return getauxval(AT_HWCAP) >> 3 & 1; } /* HWCAP_AES */
+#else
+int is_for_here(void) { return 1; }
+#endif
 
 /* each byte of a word through the S-box: columns that are alike stay as they are in ShiftRows */
 static inline uint32_t substituted(uint32_t w) {
@@ -148,7 +171,7 @@ static inline void keystream(int32_t *words, const void *schedule, uint64_t row,
     }
 }
 #else
-int aes_ready(void) { return 0; }
+int is_for_here(void) { return 0; }
 void aes_schedule(const void *key, void *schedule) { (void)key, (void)schedule; }
 static inline void keystream(int32_t *words, const void *schedule, uint64_t row, uint64_t block,
                              float *const *soon, int many) {
@@ -156,9 +179,5 @@ static inline void keystream(int32_t *words, const void *schedule, uint64_t row,
     ask(soon, many, 0, 1);
 }
 #endif
-
-void aes_tile(int32_t *words, const void *schedule, uint64_t row, uint64_t block) {
-    keystream(words, schedule, row, block, 0, 0);
-}
 
 #endif

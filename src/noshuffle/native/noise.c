@@ -1,10 +1,9 @@
-/* The inner loops of the noise.
+/* A whole step of AES noise on a CPU.
 
-   Operation by operation what gaussian.normals_in_torch_, philox.philox, words.AesWords,
-   native.correlate_ and grid say: only integer operations and +, -, x, roots and
-   multiply-adds, each exactly rounded (contraction is switched off). add_noise runs them one after
-   the other on a tile of 1024 numbers at a time, so that nothing but the buffers and the values
-   leaves the first-level cache:
+   Operation by operation what gaussian.normals_in_torch_, words.AesWords, torch_step.correlate_ and
+   grid say: only integer operations and +, -, x, roots and multiply-adds, each exactly rounded
+   (contraction is switched off). add_noise runs them one after the other on a tile of 1024 numbers
+   at a time, so that nothing but the buffers and the values leaves the first-level cache:
 
        words = AES(key, row . block)     u = sum of w normals(words)     y = correlate(u)
        value <- grid(value + y) times
@@ -45,79 +44,47 @@ static inline float cosine(float t) {
     return fused(fused(fused(fused(COSINE4, t, COSINE3), t, COSINE2), t, COSINE1), t, COSINE0);
 }
 
-/* out = weight z, or out += weight z */
-void normals(const int32_t *restrict words, float *restrict out, int64_t tiles, float weight,
-             int accumulate) {
-    for (int64_t tile = 0; tile < tiles; tile++, words += TILE, out += TILE)
-        for (int j = 0; j < HALF; j++) {
-            int32_t bits, digits = (int32_t)((uint32_t)words[HALF + j] * SCATTER >> 9);
-            float shift, m;
-            digits = (digits & SHIFT_DIGITS) | SHIFT_ONES;
-            memcpy(&shift, &digits, 4);
-            float v = fused((float)words[j], SPREAD, shift - BASE);
-            memcpy(&bits, &v, 4);
-            digits = (bits & 0x7fffff) | 0x3f000000;
-            memcpy(&m, &digits, 4);
-            float rest = fused((float)(bits & 0x7f800000), -LN2 * 0x1p-22f, LN2 * 256);
-            float r = copysignf(sqrtf(logarithm(m - 1.0f, rest)), v) * weight;
-            float a = (float)words[HALF + j] * 0x1p-32f, t = fused(a, a, 0.125f);
-            float first = (r * a) * sine(t), second = r * cosine(t);
-            out[j] = accumulate ? out[j] + first : first;
-            out[HALF + j] = accumulate ? out[HALF + j] + second : second;
-        }
-}
-
-/* columns: five rows of `tiles` numbers: first block, key (2), tag (2) */
-void philox(int32_t *restrict words, const int64_t *restrict columns, int64_t tiles, uint32_t row) {
-    for (int64_t tile = 0; tile < tiles; tile++, words += TILE) {
-        uint32_t first = (uint32_t)columns[tile], key0 = (uint32_t)columns[tiles + tile];
-        uint32_t key1 = (uint32_t)columns[2 * tiles + tile];
-        uint32_t tag0 = (uint32_t)columns[3 * tiles + tile];
-        uint32_t tag1 = (uint32_t)columns[4 * tiles + tile];
-        for (int b = 0; b < TILE / 4; b++) {
-            uint32_t x0 = first + b, x1 = row, x2 = tag0, x3 = tag1, k0 = key0, k1 = key1;
-#pragma GCC unroll 10
-            for (int round = 0; round < 10; round++) {
-                uint64_t p0 = (uint64_t)x0 * 0xD2511F53u, p1 = (uint64_t)x2 * 0xCD9E8D57u;
-                x0 = (uint32_t)(p1 >> 32) ^ x1 ^ k0;
-                x2 = (uint32_t)(p0 >> 32) ^ x3 ^ k1;
-                x1 = (uint32_t)p1;
-                x3 = (uint32_t)p0;
-                k0 += 0x9E3779B9u;
-                k1 += 0xBB67AE85u;
-            }
-            words[b] = (int32_t)x0;
-            words[TILE / 4 + b] = (int32_t)x1;
-            words[TILE / 2 + b] = (int32_t)x2;
-            words[3 * TILE / 4 + b] = (int32_t)x3;
-        }
+/* a tile of out = weight z, or out += weight z */
+static inline void normals(const int32_t *restrict words, float *restrict out, float weight,
+                           int accumulate) {
+    for (int j = 0; j < HALF; j++) {
+        int32_t bits, digits = (int32_t)((uint32_t)words[HALF + j] * SCATTER >> 9);
+        float shift, m;
+        digits = (digits & SHIFT_DIGITS) | SHIFT_ONES;
+        memcpy(&shift, &digits, 4);
+        float v = fused((float)words[j], SPREAD, shift - BASE);
+        memcpy(&bits, &v, 4);
+        digits = (bits & 0x7fffff) | 0x3f000000;
+        memcpy(&m, &digits, 4);
+        float rest = fused((float)(bits & 0x7f800000), -LN2 * 0x1p-22f, LN2 * 256);
+        float r = copysignf(sqrtf(logarithm(m - 1.0f, rest)), v) * weight;
+        float a = (float)words[HALF + j] * 0x1p-32f, t = fused(a, a, 0.125f);
+        float first = (r * a) * sine(t), second = r * cosine(t);
+        out[j] = accumulate ? out[j] + first : first;
+        out[HALF + j] = accumulate ? out[HALF + j] + second : second;
     }
 }
 
-/* inner, outer: one number per buffer; decays: the same, or null; store: a buffer, or -1 */
-void correlate(float *restrict y, const float *restrict u, float *const *restrict state,
-               int buffers, const float *inner, const float *decays, const float *outer,
-               int store, float gain, int64_t tiles) {
-    float v[TILE];
-    for (int64_t at = 0; at < tiles * TILE; at += TILE) {
-        for (int j = 0; j < TILE; j++) v[j] = u[at + j];
-        for (int b = 0; b < buffers; b++) {
-            float c = inner[b], d = decays ? decays[b] : 0, *s = state[b] + at;
-            if (c != 0 && decays)
-                for (int j = 0; j < TILE; j++) {
-                    v[j] += s[j] * c;
-                    s[j] = s[j] * d + u[at + j];
-                }
-            else if (decays) for (int j = 0; j < TILE; j++) s[j] = s[j] * d + u[at + j];
-            else if (c != 0) for (int j = 0; j < TILE; j++) v[j] += s[j] * c;
-        }
-        if (store >= 0) memcpy(state[store] + at, v, sizeof v);
-        for (int j = 0; j < TILE; j++) v[j] *= gain;
-        for (int b = 0; b < buffers; b++) {
-            float c = outer[b], *s = state[b] + at;
-            if (c != 0) for (int j = 0; j < TILE; j++) v[j] += s[j] * c;
-        }
-        memcpy(y + at, v, sizeof v);
+/* a tile; inner, outer: one number per buffer; decays: the same, or null; store: a buffer, or -1 */
+static inline void correlate(float *restrict y, const float *restrict u, float *const *state,
+                             int buffers, const float *inner, const float *decays,
+                             const float *outer, int store, float gain) {
+    for (int j = 0; j < TILE; j++) y[j] = u[j];
+    for (int b = 0; b < buffers; b++) {
+        float c = inner[b], d = decays ? decays[b] : 0, *restrict s = state[b];
+        if (c != 0 && decays)
+            for (int j = 0; j < TILE; j++) {
+                y[j] += s[j] * c;
+                s[j] = s[j] * d + u[j];
+            }
+        else if (decays) for (int j = 0; j < TILE; j++) s[j] = s[j] * d + u[j];
+        else if (c != 0) for (int j = 0; j < TILE; j++) y[j] += s[j] * c;
+    }
+    if (store >= 0) memcpy(state[store], y, TILE * sizeof *y);
+    for (int j = 0; j < TILE; j++) y[j] *= gain;
+    for (int b = 0; b < buffers; b++) {
+        float c = outer[b], *restrict s = state[b];
+        if (c != 0) for (int j = 0; j < TILE; j++) y[j] += s[j] * c;
     }
 }
 
@@ -133,8 +100,8 @@ static inline float jitter(uint32_t radius, uint32_t angle, float step) {
 
 /* a tile of values: (value + noise) on the grid, times a factor */
 #define ON_GRID(NAME, TYPE, PLACES) \
-void NAME(TYPE *restrict value, const float *restrict noise, const int32_t *restrict words, \
-          float step, TYPE times) { \
+static inline void NAME(TYPE *restrict value, const float *restrict noise, \
+                        const int32_t *restrict words, float step, TYPE times) { \
     const TYPE middle = step * PLACES; \
     if (step == 0) \
         for (int j = 0; j < TILE; j++) value[j] = (value[j] + noise[j]) * times; \
@@ -208,11 +175,11 @@ void add_noise(NoiseJob *job) {
                 const char *schedule = piece.schedules + (s.keys ? SCHEDULE * s.keys[d] : 0);
                 keystream(words, schedule, s.rows[d], (piece.tile + t) * (TILE / 4), soon,
                           d ? 0 : s.buffers + 1 + s.is_double);
-                normals(words, u, 1, s.weights[d], d > 0);
+                normals(words, u, s.weights[d], d > 0);
             }
             const float *noise = u;
             if (s.buffers) {
-                correlate(y, u, soon, s.buffers, s.inner, s.decays, s.outer, s.store, s.gain, 1);
+                correlate(y, u, soon, s.buffers, s.inner, s.decays, s.outer, s.store, s.gain);
                 noise = y;
             }
             /* the words are those of the last draw, the newest */

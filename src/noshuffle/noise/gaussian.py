@@ -28,7 +28,7 @@ once, which is float64 rounded to float32 here (docs/proofs.md). No state is kep
 
 >>> zero = torch.zeros(1, 1024, dtype=torch.int32)
 >>> out = torch.empty(1, 1024)
->>> normals_in_torch_(out, words=zero)
+>>> normals_(out, words=zero)
 >>> round(float(out[0, 0]), 4), round(float(out[0, 512]), 4)
 (0.0, 7.9856)
 """
@@ -44,12 +44,9 @@ from torch import Tensor
 TILE = 1024
 HALF = TILE // 2
 
-#: Tiles worked on together: in ordinary memory as many as torch leaves on one thread and a cache
-#: holds, on an accelerator as many as keep it busy.
-CPU_CHUNK, DEVICE_CHUNK = 32, 16384
-#: Without C loops in ordinary memory: as many as torch shares out among its own threads. Threads
-#: of ours would wait for each other, since fifty small operations a chunk hold the interpreter.
-TORCH_CHUNK = 128
+#: Tiles worked on together: by a thread of the C step as many as a cache holds, by torch in
+#: ordinary memory as many as it shares out among its threads, on an accelerator as keep it busy.
+CPU_CHUNK, TORCH_CHUNK, DEVICE_CHUNK = 32, 128, 16384
 
 SINE = (
     3.8285884857177734,
@@ -95,13 +92,10 @@ RADIUS_DIGITS, ANGLE_DIGITS, MIDDLE_DIGIT = 0x7F80, 0x7F8000, 0x40
 LARGEST = math.sqrt(92 * math.log(2))
 
 
-def normals_in_torch_(
-    out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False
-) -> None:
+def normals_(out: Tensor, *, words: Tensor, weight: float = 1.0, accumulate: bool = False) -> None:
     """out = weight·z, or out += weight·z, with z the normals of `words` (both tiles × 1024).
 
-    In torch operations, for every device; bit for bit equal to the C loop (`native.normals_` takes
-    whichever there is).
+    For every device; the C step and the GPU kernel do the same operations.
     """
     # v = 4u, since the exponent of a float32 below 4 is 128 − e: a product with it is exact.
     shift = ((words[:, HALF:] * SCATTER >> 9) & SHIFT_DIGITS | SHIFT_ONES).view(

@@ -1,13 +1,9 @@
-"""Named tensors as one row of tiles, cut into chunks that fit a cache, for several threads.
+"""Named tensors as one row of tiles, cut into chunks that fit a cache.
 
 Each name owns whole tiles of its own stream: elements [start, start + numel) of the tensor lie in
 the tiles floor(start / 1024) … of that stream, so that a shard draws exactly what the whole tensor
 would. The regions follow one another in the order of the sorted names; that order is bookkeeping
 only, since what is drawn depends on name, row and index and nothing else.
-
-The torch operations on one chunk are too small for torch to split, and both torch and the cipher
-release the interpreter lock, so plain threads with their own chunks and scratch scale well
-(`share`). What a chunk computes does not depend on who computes it.
 
 >>> layout = Layout.of({"w": (3, 500), "b": (3,)}, chunk_tiles=2)
 >>> [(piece.name, piece.tile, piece.tiles) for chunk in layout.chunks for piece in chunk.pieces]
@@ -19,13 +15,9 @@ release the interpreter lock, so plain threads with their own chunks and scratch
 from __future__ import annotations
 
 import math
-import os
-import threading
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput
@@ -141,42 +133,3 @@ def _cut(regions: Sequence[Region], total: int, chunk_tiles: int) -> list[Chunk]
         Chunk(i * chunk_tiles, min(chunk_tiles, total - i * chunk_tiles), tuple(own))
         for i, own in enumerate(pieces)
     ]
-
-
-_lock = threading.Lock()
-_pool: tuple[int, int, ThreadPoolExecutor] | None = None
-
-
-def _executor(threads: int) -> ThreadPoolExecutor:
-    """One pool for the process; a forked child, or a wish for more threads, makes a new one."""
-    global _pool
-    with _lock:
-        if _pool is None or _pool[0] != os.getpid() or _pool[1] < threads:
-            _pool = (os.getpid(), threads, ThreadPoolExecutor(threads, "noshuffle-noise"))
-        return _pool[2]
-
-
-def share(do: Callable[[int, int], None], *, items: int, workers: int) -> None:
-    """Call do(worker, item) once for every item; worker w takes items w, w + workers, …
-
-    The caller is worker 0. All workers have ended when this returns or raises.
-    """
-
-    def run(worker: int) -> None:
-        for item in range(worker, items, workers):
-            do(worker, item)
-
-    workers = max(1, min(workers, items))
-    if workers == 1:
-        run(0)
-        return
-    # Gradient mode belongs to a thread; the caller switched it off for itself only.
-    other_fn = torch.no_grad()(run)
-    pool = _executor(workers - 1)
-    others = [pool.submit(other_fn, worker) for worker in range(1, workers)]
-    try:
-        run(0)
-    finally:
-        errors = [error for error in (other.exception() for other in others) if error]
-    if errors:
-        raise errors[0]

@@ -73,7 +73,7 @@ def split_seed(seed: bytes) -> tuple[int, int, int, int]:
     return words[0], words[1], words[2], words[3]
 
 
-def words_in_torch_(words: Tensor, *, columns: Tensor, row: int) -> None:
+def fill_words_(words: Tensor, *, columns: Tensor, row: int) -> None:
     """Fill tiles with words; `columns` is (5, tiles, 1): first block, key and tag of each tile."""
     first, k0, k1, tag0, tag1 = columns
     block = first + torch.arange(BLOCKS, dtype=torch.int64, device=words.device)

@@ -45,11 +45,9 @@ import torch
 from torch import Tensor
 
 from noshuffle.errors import InvalidInput, one_of
-from noshuffle.noise import native
-from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, HALF, TILE
+from noshuffle.noise.gaussian import DEVICE_CHUNK, HALF, TILE, TORCH_CHUNK, normals_
 from noshuffle.noise.grid import grid_step, jitter, jitters_
-from noshuffle.noise.layout import Chunk, Layout, share
-from noshuffle.noise.native import normals_
+from noshuffle.noise.layout import Chunk, Layout
 from noshuffle.noise.words import AesWords, PhiloxWords
 
 KINDS = ("auto", "aes", "philox")
@@ -67,7 +65,7 @@ class AnySource(Protocol):
     def ring(self) -> tuple[tuple[int, str], ...]: ...
     def on(self, device: torch.device) -> AnySource: ...
     def check_names(self, names: Iterable[str]) -> None: ...
-    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Any: ...
+    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device) -> Any: ...
 
 
 def new_key() -> bytes:
@@ -83,17 +81,15 @@ class Drawer:
     segment_of: Callable[[int], int]
     scratch: Tensor
 
-    def draw_(
-        self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool, worker: int
-    ) -> None:
-        """out = weight·z_row, or out += weight·z_row (tiles × 1024). Workers share nothing."""
-        words = self.scratch[worker, : out.shape[0]]
+    def draw_(self, out: Tensor, *, chunk: int, row: int, weight: float, accumulate: bool) -> None:
+        """out = weight·z_row, or out += weight·z_row (tiles × 1024)."""
+        words = self.scratch[: out.shape[0]]
         self.words_of(self.segment_of(row)).fill_(words, chunk=chunk, row=row)
         normals_(out, words=words, weight=weight, accumulate=accumulate)
 
-    def jitters_(self, out: Tensor, *, step: float, worker: int) -> None:
-        """The coins (see `grid`) that the row which this worker drew last has to spare."""
-        jitters_(out, words=self.scratch[worker, : out.shape[0]], step=step)
+    def jitters_(self, out: Tensor, *, step: float) -> None:
+        """The coins (see `grid`) that the row which was drawn last has to spare."""
+        jitters_(out, words=self.scratch[: out.shape[0]], step=step)
 
 
 class NumberNoise(NamedTuple):
@@ -199,10 +195,8 @@ class Source:
                 if other != name:  # pragma: no cover - probability below 2^-100
                     raise InvalidInput(f"names {other!r} and {name!r} derive one seed; rename one")
 
-    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device, workers: int) -> Drawer:
+    def drawer(self, chunks: Sequence[Chunk], *, device: torch.device) -> Drawer:
         fixed = self.on(device)
-        if device.type == "cpu":
-            native.library()  # built here, once, rather than by the first threads that draw
         names = dict.fromkeys(piece.name for chunk in chunks for piece in chunk.pieces)
 
         @cache  # old keys are rarely asked for: their tables are built when used
@@ -214,8 +208,7 @@ class Source:
 
         words_of(fixed.segments - 1)
         largest = max((chunk.tiles for chunk in chunks), default=0)
-        shape = (workers, largest, TILE)
-        scratch = torch.empty(shape, dtype=torch.int32, device=device)
+        scratch = torch.empty((largest, TILE), dtype=torch.int32, device=device)
         return Drawer(words_of, fixed.segment, scratch)
 
     def normal_(self, out: Tensor, *, row: int, name: str, start: int = 0) -> None:
@@ -225,23 +218,15 @@ class Source:
                 f"out must be a contiguous float32 tensor, got {out.dtype}, strides {out.stride()}"
             )
         device = out.device
-        tiles = CPU_CHUNK if device.type == "cpu" else DEVICE_CHUNK
+        tiles = TORCH_CHUNK if device.type == "cpu" else DEVICE_CHUNK
         layout = Layout.of({name: (out.numel(),)}, starts={name: start}, chunk_tiles=tiles)
-        chunks = layout.chunks
-        workers = min(torch.get_num_threads() if device.type == "cpu" else 1, max(1, len(chunks)))
-        drawer = self.drawer(chunks, device=device, workers=workers)
-        largest = max((chunk.tiles for chunk in chunks), default=0)
-        shape = (workers, largest, TILE)
-        flat, scratch = out.view(-1), torch.empty(shape, dtype=torch.float32, device=device)
-
-        def fill(worker: int, index: int) -> None:
-            drawn = scratch[worker, : chunks[index].tiles]
-            drawer.draw_(drawn, chunk=index, row=row, weight=1.0, accumulate=False, worker=worker)
-            for piece in chunks[index].pieces:
-                flat[piece.begin : piece.end].copy_(drawn.view(-1)[piece.place])
-
+        drawer, flat = self.drawer(layout.chunks, device=device), out.view(-1)
         with torch.no_grad():
-            share(fill, items=len(chunks), workers=workers)
+            for index, chunk in enumerate(layout.chunks):
+                z = torch.empty((chunk.tiles, TILE), dtype=torch.float32, device=device)
+                drawer.draw_(z, chunk=index, row=row, weight=1.0, accumulate=False)
+                for piece in chunk.pieces:
+                    flat[piece.begin : piece.end].copy_(z.view(-1)[piece.place])
 
     def noisy(self, value: float, *, row: int, name: str, scale: float) -> float:
         """One number plus scale times the first element of a stream, rounded to the grid.
@@ -255,14 +240,14 @@ class Source:
         """`noisy` in turns: by row, its noise drawn now for a number that is known later."""
         cpu = torch.device("cpu")
         chunks = Layout.of({name: (1,)}, chunk_tiles=1).chunks
-        drawer = self.drawer(chunks, device=cpu, workers=1)
+        drawer = self.drawer(chunks, device=cpu)
         noise = torch.empty(chunks[0].tiles, TILE, dtype=torch.float32, device=cpu)
-        words, drawn = drawer.scratch[0, 0].numpy(), noise[0].numpy()  # read faster than tensors
+        words, drawn = drawer.scratch[0].numpy(), noise[0].numpy()  # read faster than tensors
         step, first = grid_step(scale), chunks[0].pieces[0].place.start
         middle = step * 1.5 * 2.0**52  # as `add_on_grid_` in float64
 
         def of_row(row: int) -> NumberNoise:
-            drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False, worker=0)
+            drawer.draw_(noise, chunk=0, row=row, weight=scale, accumulate=False)
             coin = jitter(int(words[first]), int(words[HALF + first]), step=step) if step else 0.0
             return NumberNoise(float(drawn[first]), coin, middle)
 

@@ -25,7 +25,6 @@ StepPlan(draws=((4, -1.0), (5, 1.0)), inner=(), gain=1.0, outer=(), store=-1, de
 
 from __future__ import annotations
 
-import ctypes
 import hashlib
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -90,14 +89,6 @@ class StepPlans:
 def grid_of(plan: StepPlan, *, scale: float) -> float:
     """The step of the grid (`grid`) of one step, from the weight of its newest draw."""
     return grid.grid_step(abs(scale * plan.gain * plan.draws[-1][1]))
-
-
-def dense(pairs: Pairs, count: int, factor: float) -> ctypes.Array[ctypes.c_float]:
-    """Pairs of (buffer, weight) as one number a buffer, times a factor."""
-    values = (ctypes.c_float * count)()
-    for buffer, weight in pairs:
-        values[buffer] = weight * factor
-    return values
 
 
 def rows_used(plans: StepPlans, steps: int) -> int:

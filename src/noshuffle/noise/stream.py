@@ -4,11 +4,18 @@
 
 Z has independent standard normal rows, one per draw, made by a `Source` from (row, name, element);
 C⁻¹ is given by a recipe of the strategy (Denisov et al. 2022, arXiv 2202.08312), run as one
-`StepPlan` a step. State kept: the number of steps released, and the recipe's buffers in float32 as
-one flat tensor (none for independent noise, banded inverses and dense matrices, whose past draws
-are made again). A step has three forms with the same bits, all in float32: chunk by chunk for
-everything (`chunk_step`), and as one compiled loop on CUDA with Triton and philox (`fused`) and on
-a CPU with a compiler and AES (`whole_step`). What is saved: `stream_state`.
+`StepPlan` a step. A step has three forms with the same bits, all in float32: in C for AES on a CPU
+(`c_step`), as one kernel on CUDA with Triton and philox (`fused`), and by torch for everything else
+(`torch_step`). State kept: the number of steps released, and the recipe's buffers in float32 as one
+flat tensor (none for independent noise, banded inverses and dense matrices, whose past draws are
+made again). What is saved of it:
+
+    {**identity, "later": names of later keys, "step": rows released,
+     "buffers": {name: (count, *shape)}}
+
+with an identity (recipe, source, key, scale, horizon, shapes) that must be that of the stream that
+goes on: another one would add the noise of another mechanism. Buffers are saved without the padding
+of tiles, so that neither layout nor device matter to whoever goes on.
 
 >>> from noshuffle.noise.source import test_source
 >>> from noshuffle.strategies.recipe import FeedForward
@@ -42,16 +49,15 @@ from noshuffle.errors import (
     non_negative,
     whole,
 )
-from noshuffle.noise import fused, native, whole_step
-from noshuffle.noise.chunk_step import ChunkStep
+from noshuffle.noise import c_step, fused
+from noshuffle.noise.c_step import CStep
 from noshuffle.noise.fused import Fused
 from noshuffle.noise.gaussian import CPU_CHUNK, DEVICE_CHUNK, TILE, TORCH_CHUNK
 from noshuffle.noise.grid import check_spread
 from noshuffle.noise.layout import Layout
 from noshuffle.noise.source import AnySource, Source, check_ring
 from noshuffle.noise.step_plan import StepPlans, fingerprint, rows_used
-from noshuffle.noise.stream_state import check_buffers, check_identity, read_buffers, write_buffers_
-from noshuffle.noise.whole_step import WholeStep
+from noshuffle.noise.torch_step import TorchStep
 from noshuffle.one_owner import OneOwner
 from noshuffle.strategies.recipe import Recipe
 from noshuffle.triton_shim import is_capturing
@@ -95,9 +101,10 @@ class NoiseStream(OneOwner):
         self.horizon = int(steps)
         self._device = torch.device(device)
         on_cpu = self._device.type == "cpu"
-        has_loops = on_cpu and native.library() is not None
-        workers = torch.get_num_threads() if has_loops else 1
-        chunk = CPU_CHUNK if has_loops else TORCH_CHUNK if on_cpu else DEVICE_CHUNK
+        # One compiled step, where there is one for this device and source; else torch.
+        kind = source.on(self._device).kind if isinstance(source, Source) else ""
+        loaded = c_step.library() if kind == "aes" and on_cpu else None
+        chunk = CPU_CHUNK if loaded else TORCH_CHUNK if on_cpu else DEVICE_CHUNK
         self._layout = Layout.of(shapes, chunk_tiles=chunk)
         self._source = source.on(self._device)
         self._source.check_names(self._layout.shapes)
@@ -115,17 +122,15 @@ class NoiseStream(OneOwner):
         self._lock = threading.Lock()
         shape = (self.buffers, self._layout.tiles, TILE)
         self._state = torch.zeros(shape, dtype=torch.float32, device=self._device)
-        # One compiled loop, where there is one for this device and source; else chunk by chunk.
-        kind = self._source.kind if isinstance(self._source, Source) else ""
-        self._fused, self._whole, self._chunks = None, None, None
         parts: dict[str, Any] = {"source": self._source, "state": self._state}
+        self._fused, self._c_step, self._torch_step = None, None, None
         if kind == "philox" and fused.is_ready(self._device):
             more: dict[str, Any] = {"scale": self.scale, "steps": self.horizon}
             self._fused = Fused(self._plans, layout=self._layout, **parts, **more)
         else:
-            self._chunks = ChunkStep(self._layout, workers=workers, **parts)
-        if kind == "aes" and on_cpu and whole_step.is_ready():
-            self._whole = WholeStep(self._layout, workers=workers, **parts)
+            self._torch_step = TorchStep(self._layout, **parts)
+        if loaded is not None:  # for all values but those of mixed types
+            self._c_step = CStep(self._layout, loaded=loaded, **parts)
 
     @property
     def step(self) -> int:
@@ -165,9 +170,9 @@ class NoiseStream(OneOwner):
             self._check_left(0 if is_captured else 1)
             self._check(values)
             self._is_broken = not is_captured
-        if self._whole is not None and self._whole.fits(values):
+        if self._c_step is not None and self._c_step.fits(values):
             plan = self._plans.at(self._step)
-            self._whole.add_(values, plan=plan, scale=self.scale, times=times)
+            self._c_step.add_(values, plan=plan, scale=self.scale, times=times)
         else:
             self._add_noise(values, times=times)
         if not is_captured:
@@ -176,14 +181,20 @@ class NoiseStream(OneOwner):
 
     @torch.no_grad()
     def _add_noise(self, values: Mapping[str, Tensor], *, times: float) -> None:
-        # Views where that is possible; a tensor with other strides is copied there and back.
-        plain = {name: value.contiguous() for name, value in values.items()}
-        targets = {name: value.view(-1) for name, value in plain.items()}
+        # Views where that is possible; a tensor with other strides is copied there and back, and so
+        # is one in half precision, which only the kernel takes as it is.
         if self._fused is not None:
-            self._fused.add_(targets, step=self._step)
+            plain = {name: value.contiguous() for name, value in values.items()}
+            self._fused.add_({n: value.view(-1) for n, value in plain.items()}, step=self._step)
         else:
-            assert self._chunks is not None
-            self._chunks.add_(targets, plan=self._plans.at(self._step), scale=self.scale)
+            plain = {name: _wide(value).contiguous() for name, value in values.items()}
+            plan = self._plans.at(self._step)
+            if self._c_step is not None and self._c_step.fits(plain):
+                self._c_step.add_(plain, plan=plan, scale=self.scale, times=1.0)
+            else:
+                assert self._torch_step is not None
+                flat = {name: value.view(-1) for name, value in plain.items()}
+                self._torch_step.add_(flat, plan=plan, scale=self.scale)
         for name, noisy in plain.items():
             if noisy is not values[name]:
                 values[name].copy_(noisy)
@@ -252,7 +263,7 @@ class NoiseStream(OneOwner):
         """Everything but the key: plain numbers, fingerprints and copies of the buffers."""
         self.check_owner()
         self._check_unbroken()
-        buffers = read_buffers(self._state, layout=self._layout)
+        buffers = _read_buffers(self._state, layout=self._layout)
         later = [list(key) for key in self._source.ring[1:]]
         return {**self._identity, "later": later, "step": self._step, "buffers": buffers}
 
@@ -261,11 +272,11 @@ class NoiseStream(OneOwner):
 
         The keys of rows that `state` has not drawn from may differ: a run goes on under fresh ones.
         """
-        check_identity(state, self._identity)
+        _check_identity(state, self._identity)
         whole(at_least=0, at_most=self.horizon, step=state["step"])
         check_ring(state, self._source.ring, used=self.rows_used(state["step"]))
-        check_buffers(state["buffers"], layout=self._layout, count=self.buffers)
-        write_buffers_(self._state, state["buffers"], layout=self._layout)
+        _check_buffers(state["buffers"], layout=self._layout, count=self.buffers)
+        _write_buffers_(self._state, state["buffers"], layout=self._layout)
         self._step, self._is_broken = int(state["step"]), False
         if self._fused is not None:
             self._fused.forget()
@@ -278,3 +289,55 @@ def _times_(values: Sequence[Tensor], factor: float) -> None:
     for value in values:  # all at once, torch would round the factor to half precision too
         if value.element_size() < 4:
             value.mul_(factor)
+
+
+def _wide(value: Tensor) -> Tensor:
+    """In at least single precision."""
+    return value.float() if value.element_size() < 4 else value
+
+
+def _check_identity(state: Mapping[str, Any], identity: Mapping[str, Any]) -> None:
+    """Raise where a saved state is that of another stream."""
+    for key, expected in identity.items():
+        if key not in state or state[key] != expected:
+            shown = "another" if key == "shapes" else repr(state.get(key))
+            raise InvalidInput(
+                f"the saved noise state has {shown} {key}, this stream has "
+                f"{'its own' if key == 'shapes' else repr(expected)}; "
+                "resume with the plan and key of the run that was saved"
+            )
+
+
+def _read_buffers(state: Tensor, *, layout: Layout) -> dict[str, Tensor]:
+    """Copies of the buffers in ordinary memory; empty without buffers."""
+    if not len(state):
+        return {}
+    buffers = {}
+    for name, pieces in layout.views(state).items():
+        shape = (len(state), *layout.shapes[name])
+        buffers[name] = torch.cat(pieces, dim=1).view(shape).cpu().clone()
+    return buffers
+
+
+def _check_buffers(saved: Mapping[str, Any], *, layout: Layout, count: int) -> None:
+    """Raise where saved buffers are not `count` float32 ones of every tensor."""
+    names = set(layout.shapes) if count else set()
+    if set(saved) != names:
+        raise InvalidInput(f"the saved buffers must be those of {sorted(names)}")
+    for name, own in saved.items():
+        shape = (count, *layout.shapes[name])
+        if own.dtype != torch.float32 or tuple(own.shape) != shape:
+            raise InvalidInput(
+                f"the saved buffer of {name!r} must be float32 of shape {shape}, "
+                f"got {own.dtype} of {tuple(own.shape)}"
+            )
+
+
+def _write_buffers_(state: Tensor, saved: Mapping[str, Tensor], *, layout: Layout) -> None:
+    """Make `state` what `_read_buffers` gave; `saved` was checked."""
+    # The padding of a tile is never read by anyone, so it need not be restored.
+    state.zero_()
+    for name, pieces in layout.views(state).items() if len(state) else ():
+        flat = saved[name].reshape(len(state), -1)
+        for piece, part in zip(pieces, torch.split(flat, [p.shape[1] for p in pieces], dim=1)):
+            piece.copy_(part)

@@ -6,7 +6,7 @@ The record of one step is a run of 32-bit words, integers and float32 numbers si
     with decays:     buffers × [inner weight, θ]
     with lists:      inner × [buffer, weight]   outer × [buffer, weight·scale]
 
-with the products made in float64 and rounded once, as `chunk_step` does. The segment,
+with the products made in float64 and rounded once, as `torch_step` does. The segment,
 which key of a ring the row is drawn under, is there only if the source has several keys (`source`).
 A tape holds the records of consecutive steps and where each begins. Everything else on it leads to
 a record of NaN: a step that nobody loaded destroys its result instead of repeating the noise of

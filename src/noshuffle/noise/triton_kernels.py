@@ -11,7 +11,7 @@ so that a thread makes four normals of the tile at a time,
 and every access of a warp is one run of neighbours. All draws of a step are summed in registers;
 gradient and buffers are read once and written once.
 
-The operations are those of `philox`, `gaussian` and `native`, one by one and each rounded once,
+The operations are those of `philox`, `gaussian` and `torch_step`, one by one and each rounded once,
 so the noise has the same bits as on a CPU. The compiler must not fuse products and sums by itself
 (`enable_fp_fusion` is off); those that `gaussian` fuses say so.
 

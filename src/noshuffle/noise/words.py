@@ -32,7 +32,6 @@ from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.noise import philox
 from noshuffle.noise.gaussian import TILE
 from noshuffle.noise.layout import Chunk
-from noshuffle.noise.native import philox_words_
 
 #: AES blocks in one tile of 1024 words.
 AES_BLOCKS = TILE * 4 // 16
@@ -104,7 +103,7 @@ class PhiloxWords:
     def fill_(self, words: Tensor, *, chunk: int, row: int) -> None:
         """Write the words of one row for the tiles of one chunk (tiles × 1024, int32)."""
         _, row = philox.address(row=row, tile=0)
-        philox_words_(words, columns=self._chunks[chunk], row=row)
+        philox.fill_words_(words, columns=self._chunks[chunk], row=row)
 
 
 def _columns(chunk: Chunk, seeds: dict[str, bytes]) -> Tensor:

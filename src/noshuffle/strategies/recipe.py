@@ -13,18 +13,21 @@ is plain data, one of
 
 with a per-step scale a_t = 1 / gain_t (all ones when `scale` is empty) and, in Buffered, a scale of
 every draw wherever it enters, d_r (all ones when `draw_scale` is empty). `stream` runs a recipe on
-given draws, all steps at once; on unit vectors it returns C⁻¹ itself.
+given draws, all steps at once; on unit vectors it returns C⁻¹ itself. `noise_variance` is what one
+step adds to one entry of its gradient, in units of (z·ζ)².
 
 >>> stream(FeedForward(weights=(1.0, -1.0)), np.eye(3), steps=3)
 array([[ 1.,  0.,  0.],
        [-1.,  1.,  0.],
        [ 0., -1.,  1.]])
+>>> noise_variance(FeedForward(weights=(1.0, -1.0)), steps=3)
+array([1., 2., 2.])
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -183,3 +186,47 @@ def _stream_forest(recipe: Forest, steps: int, draws: Array) -> Array:
                     out[step] = after - before
                 before = after
     return out
+
+
+def noise_variance(recipe: Recipe, steps: int) -> Array:
+    """Variance of an entry of (C⁻¹Z)_t for the first `steps` steps: the square of row t of C⁻¹."""
+    if isinstance(recipe, Rows):
+        return np.asarray(np.square(recipe.matrix[:steps, :steps]).sum(1))
+    if isinstance(recipe, Forest):
+        return _forest_variance(recipe)[:steps]
+    draws = np.zeros((steps, 1))
+    draws[:1] = 1.0
+    bare = replace(recipe, scale=())
+    if isinstance(bare, Buffered):
+        bare = replace(bare, draw_scale=())
+    squares = np.square(stream(bare, draws, steps=steps)[:, 0])
+    if isinstance(recipe, Buffered) and recipe.draw_scale:
+        weights = np.square(recipe.draw_scale[:steps])
+        variance = np.convolve(weights, squares)[:steps]
+    else:
+        variance = np.cumsum(squares)
+    return np.asarray(variance * np.square(recipe.scale[:steps]) if recipe.scale else variance)
+
+
+def _forest_variance(recipe: Forest) -> Array:
+    """Step s replaces finished nodes S_h of heights H by one node V of height k, all independent:
+
+        y = w_k V − Σ_H w_h S_h,   V = Σ_fresh r^{k−h} z + Σ_H r^{k−h} S_h,   var S_h = 1/w_h
+
+    with r = ½ for Honaker's estimate and r = 0 for the plain one, whose V is its own draw.
+    """
+    ratio, out = 0.5 if recipe.variant == "honaker" else 0.0, []
+    for _, real, full in forest_blocks(recipe):
+        for s in range(real):
+            if s == real - 1 and full > real:  # goes on with virtual leaves, up to one root
+                leaves, merged = range(s, full), [h for h in range(s.bit_length()) if s >> h & 1]
+                top = full.bit_length() - 1
+            else:
+                top = (~s & (s + 1)).bit_length() - 1
+                leaves, merged = range(s, s + 1), list(range(top))
+            heights = [h for n in leaves for h in range((~n & (n + 1)).bit_length())]
+            weight = node_weight(recipe.variant, top)
+            fresh = weight**2 * sum(ratio ** (2 * (top - h)) for h in heights)
+            held = [(node_weight(recipe.variant, h), ratio ** (top - h)) for h in merged]
+            out.append(fresh + sum((weight * r - w) ** 2 / w for w, r in held))
+    return np.array(out)
