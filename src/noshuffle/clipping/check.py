@@ -79,7 +79,7 @@ def validate(model: nn.Module) -> None:
 
     Guarantees: a model of torch's own layers that passes has, for every example, a gradient that
     does not depend on the rest of the batch. Own layers are the author's responsibility; the ghost
-    engine tries them on two examples before it trusts them.
+    engine tries them on the first batch before it trusts them.
     """
     instance_of(nn.Module, model=model)
     for name, layer in model.named_modules():

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 from noshuffle.c_library import together
 from noshuffle.clipping.native_loops import NativeLoops
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 #: The widest row (as in `native/norms.c`).
 WIDEST = 4096

@@ -28,12 +28,12 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping import ModelLoss
-from noshuffle.clipping.batch_check import still_apart
 from noshuffle.clipping.criteria import CriteriaByRow
-from noshuffle.clipping.layers import NotByLayer, NotNow
+from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.objective import batch_size, shape_of
-from noshuffle.clipping.products import full_precision, roundoff
-from noshuffle.clipping.statefulness import put_back_after
+from noshuffle.clipping.products import roundoff
+from noshuffle.clipping.state import restored
+from noshuffle.clipping.trial import trial
 from noshuffle.errors import InvalidInput, NoshuffleError, ProbablyNotMeant, Unsupported
 from noshuffle.training.generators import seeded
 from noshuffle.training.hooks import untraced
@@ -214,7 +214,6 @@ class PrivateOptimizer(torch.optim.Optimizer):
                 if one.own_loss is not None:
                     loss_fn, batch = own_loss(int(one.own_loss)), (*inputs, one.cast)
                 try:
-                    heard.writes.judge_again(self._parts.model, loss_fn, batch, one.written)
                     step.add(loss_fn, batch, ids=part, seed=one.seed)
                 except (RuntimeError, IndexError) as error:
                     if not is_first or isinstance(error, NoshuffleError | torch.OutOfMemoryError):
@@ -239,11 +238,8 @@ class PrivateOptimizer(torch.optim.Optimizer):
         if kind in self._tried:
             return
         try:
-            with full_precision():
-                still_apart(model, loss_fn, batch, has_gradients=False)
-            self._tried.add(kind)
-        except NotNow:
-            return
+            if trial(model, loss_fn, batch, least=2) is not None:
+                self._tried.add(kind)
         except NotByLayer as error:
             raise Unsupported(
                 "examples must not mix in the model, or what `loss.backward()` sends back into "
@@ -297,7 +293,7 @@ def _check_raw(parts: Parts, passes: list[Pass], factor: float | None, now: list
     is_exact = all(not p.is_cuda and p.dtype in (torch.float32, torch.float64) for p in own)
     for one in passes:
         is_exact = is_exact and not one.cast
-        with put_back_after(parts.model):  # whether it may keep something is not judged yet
+        with restored(parts.model):
             with torch.enable_grad(), seeded(one.seed, parts.device), as_cast(one.cast):
                 out = tensors_of(parts.model(*one.args, **one.kwargs))
             ends = [out[int(k)] for k in one.raw]
