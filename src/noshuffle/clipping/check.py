@@ -44,10 +44,10 @@ def original(model: nn.Module) -> nn.Module:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of the model is run by `torch.compile`."""
-    return any(
-        "_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) is not None
-        for m in model.modules()
-    )
+    for m in model.modules():
+        if "_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None:
+            return True
+    return False
 
 
 @contextmanager

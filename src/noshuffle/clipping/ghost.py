@@ -164,7 +164,9 @@ class Ghost:
             forms, losses = reading.forms(model, loss_fn, rows)
             who = members(units, weights, size=len(losses), device=device)
             with exactly(device):  # what is written out or added up here is not rounded
-                forms = {name: by_unit(own, who, reduce=reduce) for name, own in forms.items()}
+                for name, own in forms.items():
+                    if len(own) > 1 or units is not None:
+                        forms[name] = by_unit(own, who, reduce=reduce)
                 return finish(forms, like, losses, who, clip=clip, onto=onto)
 
         def small(count: int) -> None:
@@ -253,7 +255,9 @@ def state_of(model: nn.Module) -> tuple[tuple[Any, ...], tuple[Any, ...]]:
         own = module.__dict__
         calls = id(own.get("forward")), own.get("_compiled_call_impl") is not None
         found.append((id(module), module.training, *calls))
-        found += [number for name in _HOOKS for number in own.get(name) or ()]
+        for hooks in _HOOKS:
+            if held := own.get(hooks):
+                found += held
         for name, p in module._parameters.items():
             found.append((name, id(p), p is not None and p.requires_grad))
             alive.append(p)

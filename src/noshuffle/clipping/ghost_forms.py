@@ -125,8 +125,12 @@ class _Recorder:
         a = a if lead == 0 else a.movedim(lead, 0)
         g = g if back == 0 else g.movedim(back, 0)
         found = self.layers.rules[name](layer, a, g, self.tape.size)
-        own = ((layer._parameters.get(key), form) for key, form in found.items())
-        return [(parameter, form) for parameter, form in own if parameter is not None]
+        own: list[tuple[Tensor, GradientForm]] = []
+        for key, form in found.items():
+            parameter = layer._parameters.get(key)
+            if parameter is not None:
+                own.append((parameter, form))
+        return own
 
     def _record_unruled(
         self,

@@ -44,7 +44,7 @@ from noshuffle.user_warnings import warn_user
 #: Bytes of a frozen tensor up to which a pass runs on a clone of it.
 SMALL = 2**16
 _OF_TORCH = frozenset(nn.Module().__dict__)  # what torch keeps in every module
-_CONTAINERS = (list, dict, set, deque, OrderedDict, defaultdict)
+_ENTERED = (list, dict, set, deque, OrderedDict, defaultdict, tuple, np.ndarray)
 
 #: Whether a tensor means something under `torch.func` only (torch 2.x has no public name).
 is_wrapped: Callable[[Tensor], bool] = torch._C._functorch.is_functorch_wrapped_tensor
@@ -99,12 +99,17 @@ class _Pass:
         self._seen: set[int] = set()
         for module in model.modules():
             own = module.__dict__
-            self._entries += [(holder, dict(holder)) for holder in _holders(module)]
+            for holder in (own, module._modules, module._parameters, module._buffers):
+                self._entries.append((holder, holder.copy()))
             for key, p in module._parameters.items():
-                if p is not None and id(p) not in self._seen:
+                if p is None or id(p) in self._seen:
+                    if id(p) in self._clones:
+                        module._parameters[key] = self._clones[id(p)][0]  # type: ignore[assignment]
+                elif p.requires_grad and not is_first:
+                    self._seen.add(id(p))
+                    self._watched.append((p, p._version))
+                else:
                     self._read(module, key, p, is_first=is_first)
-                elif id(p) in self._clones:
-                    module._parameters[key] = self._clones[id(p)][0]  # type: ignore[assignment]
             for key, buffer in module._buffers.items():
                 if buffer is not None:
                     module._buffers[key] = self._clone(buffer)
@@ -112,7 +117,7 @@ class _Pass:
                 if key not in _OF_TORCH:
                     if isinstance(value, Tensor):
                         own[key] = self._clone(value)
-                    else:
+                    elif type(value) in _ENTERED:
                         self._go_into(value)
 
     def _read(self, module: nn.Module, key: str, p: nn.Parameter, *, is_first: bool) -> None:
@@ -125,7 +130,8 @@ class _Pass:
             self._clones[id(p)] = clone, _version(clone)
             module._parameters[key] = clone
             return
-        self._watched.append((p, _version(p)))
+        if not p.is_inference():
+            self._watched.append((p, p._version))
         if is_first:
             self._numbers.append((p, p.detach(), p.detach().clone()))
 
@@ -140,7 +146,7 @@ class _Pass:
 
     def _go_into(self, value: Any) -> None:
         """Note the containers in an attribute, and the tensors in them."""
-        if type(value) not in (*_CONTAINERS, tuple, np.ndarray) or id(value) in self._containers:
+        if type(value) not in _ENTERED or id(value) in self._containers:
             return
         self._containers[id(value)] = value, copy.copy(value)
         if isinstance(value, np.ndarray):
@@ -157,7 +163,10 @@ class _Pass:
         """Put everything back; the names of watched parameters that were written to."""
         if changed is not None:
             changed |= self._changes()
-        moved = [p for p, version in self._watched if _version(p) != version]
+        moved = []
+        for p, version in self._watched:
+            if p._version != version:
+                moved.append(p)
         for p, memory, numbers in self._numbers:
             if not _same(p.detach(), numbers):
                 moved.append(p)

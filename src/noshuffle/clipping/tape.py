@@ -146,12 +146,18 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
     while stack:
         node, behind = stack.pop()
         if behind is not None:  # all behind it is known by now
-            hides[node] = any(after in wanted or hides[after] for after in behind)
+            for after in behind:
+                if after in wanted or hides[after]:
+                    hides[node] = True
+                    break
         elif node not in hides:
-            hides[node] = False
-            behind = [after for after, _ in node.next_functions if after is not None]
+            hides[node], behind = False, []
             stack.append((node, behind))
-            stack.extend([(after, None) for after in behind if after not in hides])
+            for after, _ in node.next_functions:
+                if after is not None:
+                    behind.append(after)
+                    if after not in hides:
+                        stack.append((after, None))
     return [i for i, edge in enumerate(edges) if not hides.get(edge.node, True)]
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from noshuffle.clipping.factor import Clip, ClippedSum, are_plain, clip_factors, slack
 from noshuffle.clipping.forms import DenseGradient, GradientForm, Units, merge, squares
-from noshuffle.clipping.products import sum_dtype
+from noshuffle.clipping.products import HALF
 from noshuffle.errors import InvalidInput
 
 
@@ -115,7 +115,10 @@ def finish(
     kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
     ok, present = _finite_and_present(losses, who)
     zeros = torch.zeros(ok.shape, device=ok.device)
-    squared = {name: squares(forms[name]) if forms.get(name) else zeros for name in names}
+    squared = {}
+    for name in names:
+        own = forms.get(name)
+        squared[name] = zeros if not own else own[0].square if len(own) == 1 else squares(own)
     factors, norms, bad = clip_factors(squared, ok, present, clip=clip, slack=slack(*like.values()))
     has_all = who.units is not None or present is None  # those of units are masked by `by_unit`
     is_clean = has_all and are_plain((bad,)) and not bool(bad.any())
@@ -140,19 +143,13 @@ def _total(
     """Σ_u factor_u · gradient_u of one parameter; of factor zero nothing is multiplied, unless
     `is_clean` says that all is finite: 0·∞ is not 0."""
     factor = factor.to(torch.float64 if like.dtype == torch.float64 else kind)
-    total = None
-    for form in map(_as_normed, forms):
-        more = (form.total(factor) if is_clean else form.spent(factor)).to(sum_dtype(like.dtype))
+    dtype, total = torch.float32 if like.dtype in HALF else like.dtype, None
+    for form in forms:
+        held = getattr(form, "written", ())  # for the norm: it is not computed a second time
+        used = DenseGradient(held[0]) if held else form
+        more = (used.total(factor) if is_clean else used.spent(factor)).to(dtype)
         total = more if total is None else total.add_(more)
-    if total is None:
-        return torch.zeros_like(like, dtype=sum_dtype(like.dtype))
-    return total.reshape(like.shape)
-
-
-def _as_normed(form: GradientForm) -> GradientForm:
-    """What was written out for its norm is not computed a second time for the sum."""
-    held = getattr(form, "written", ())
-    return DenseGradient(held[0]) if held else form
+    return torch.zeros_like(like, dtype=dtype) if total is None else total.reshape(like.shape)
 
 
 def joined(done: Sequence[ClippedSum]) -> ClippedSum:
