@@ -19,7 +19,6 @@ LAYERS = {
     "lazy_names": 0,
     "user_warnings": 0,
     "one_owner": 0,
-    "device_copy": 0,
     "triton_shim": 0,
     "c_library": 0,
     "user_cache": 0,

@@ -43,7 +43,7 @@ def test_factors_equal_their_twin(clip: Clip, size: int, monkeypatch: pytest.Mon
     squares, draw = squares_of(size), torch.Generator().manual_seed(1)
     ok, present = (torch.rand(size, generator=draw) < 0.8 for _ in range(2))
     own = clip_factors(squares, ok, present, clip=clip)
-    monkeypatch.setattr(module, "_are_plain", lambda t: False)
+    monkeypatch.setattr(module, "are_plain", lambda t: False)
     twin = clip_factors(squares, ok, present, clip=clip)
     assert [names for names, _ in own[0]] == [names for names, _ in twin[0]]
     for (_, mine), (_, other) in zip(own[0], twin[0]):
@@ -60,7 +60,7 @@ def test_no_mark_of_who_is_present_says_that_all_are(
 ) -> None:
     squares = squares_of(250)
     ok = torch.rand(250, generator=torch.Generator().manual_seed(1)) < 0.8
-    monkeypatch.setattr(module, "_are_plain", lambda t: is_plain)
+    monkeypatch.setattr(module, "are_plain", lambda t: is_plain)
     told = clip_factors(squares, ok, torch.ones_like(ok), clip=clip)
     own = clip_factors(squares, ok, None, clip=clip)
     for (_, mine), (_, other) in zip(own[0], told[0]):

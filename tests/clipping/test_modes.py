@@ -9,9 +9,8 @@ from torch import nn
 from torch.nn import functional as F
 
 import noshuffle as ns
-from noshuffle.clipping import Flat, Ghost, PerLayer, auto, forms
+from noshuffle.clipping import Flat, Ghost, PerLayer, auto
 from noshuffle.clipping import microbatches as modes
-from noshuffle.clipping import units as members
 from noshuffle.clipping.microbatches import Need, decide, microbatches
 from noshuffle.errors import InvalidInput
 
@@ -105,81 +104,6 @@ def test_a_bad_example_spoils_only_itself_in_every_part(where):
     assert bool(got.bad[where])
 
 
-def test_a_sum_begun_in_vain_is_done_again_with_the_same_random_numbers(monkeypatch):
-    """Hoped for and found bad: the rows that are left out change nothing for the others."""
-    torch.manual_seed(0)
-    model = nn.Sequential(nn.Linear(4, 16), nn.Dropout(0.5), nn.Linear(16, 3)).double()
-    x, y = torch.randn(12, 4).double(), torch.randint(3, (12,))
-    spoiled = x.clone()
-    spoiled[2] = torch.inf
-    keep = torch.ones(12)
-    keep[2] = 0.0
-    engine = Ghost(mode="lean")
-
-    def sums(data, seed, **options):
-        torch.manual_seed(seed)
-        found = engine.clipped_sum(model, F.cross_entropy, (data, y), clip=Flat(0.5), **options)
-        return found.values, torch.rand(1)
-
-    tries = []
-    model[0].register_forward_hook(lambda *_: tries.append(1))
-    want, after = sums(x, 1, weights=keep)
-    for runs in (4, 2):  # from then on bad units are looked for first
-        tries.clear()
-        got, then = sums(spoiled, 1)
-        assert len(tries) == runs
-        assert all(torch.equal(got[name], want[name]) for name in want)
-        assert torch.equal(after, then)
-
-
-class Counter(nn.Module):
-    """Counts its runs, as layers do that change with time."""
-
-    def __init__(self):
-        super().__init__()
-        self.register_buffer("runs", torch.zeros((), dtype=torch.long))
-
-    def forward(self, x):
-        if self.training:
-            self.runs += 1
-        return x
-
-
-@pytest.mark.parametrize("mode", ["fast", "lean"])
-def test_a_counter_does_not_tell_whether_a_unit_was_bad(mode):
-    """It is saved with the model: a sum begun in vain must not make it go on by two."""
-    counts = []
-    for bad in (False, True):
-        torch.manual_seed(0)
-        model = nn.Sequential(Counter(), nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-        x, y = torch.randn(12, 4), torch.randint(3, (12,))
-        engine = Ghost(mode=mode)
-        engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-        x[2] = torch.nan if bad else 1.0
-        got = engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-        assert got.nonfinite == bad
-        counts.append(int(model[0].runs))
-    assert counts[0] == counts[1]
-
-
-def test_only_models_that_write_into_no_buffer_are_run_twice():
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
-    model.register_buffer("table", torch.full((5,), torch.nan))
-    x, y = torch.randn(12, 4), torch.randint(3, (12,))
-    engine = Ghost()
-    for has_counter in (False, True):
-        if has_counter:
-            model.insert(0, Counter())
-        engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-        assert [bool(k.findings.may_change) for k in engine._known[model].values()][
-            -1
-        ] == has_counter
-    model.eval()
-    engine.clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(1.0))
-    changing = [bool(k.findings.may_change) for k in engine._known[model].values()]
-    assert changing == [False, True, False]
-
-
 def test_decisions():
     need = Need(1 * GIB, 1 * GIB)
     assert decide("fast", 32, need, 0.0)[0] == 1
@@ -236,8 +160,7 @@ def test_out_of_memory_is_tried_again_in_more_parts(monkeypatch):
     want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=Flat(0.5))
     monkeypatch.setattr(modes, "free_bytes", lambda device: 100.0 * GIB)
     monkeypatch.setattr(modes, "measure", lambda run, **known: Need(0.0, 1.0 * GIB))
-    monkeypatch.setattr("noshuffle.clipping.ghost.batch_tried", lambda *_: None)
-    sizes, lucks = [], []
+    sizes = []
 
     class Full(nn.Module):
         def __init__(self, inner):
@@ -246,21 +169,17 @@ def test_out_of_memory_is_tried_again_in_more_parts(monkeypatch):
 
         def forward(self, x):
             sizes.append(len(x))
-            lucks.append(torch.get_rng_state())
-            torch.rand(3)
-            if len(x) > 4:
+            if len(x) > 4 and len(sizes) > tried[0]:
                 raise torch.OutOfMemoryError("pretended")
             return self.inner(x)
 
-    full = Full(model)
-    got = Ghost().clipped_sum(full, F.cross_entropy, batch, clip=Flat(0.5))
+    full, engine, tried = Full(model), Ghost(), [10**9]
+    engine.clipped_sum(full, F.cross_entropy, batch, clip=Flat(0.5))
+    tried[0] = len(sizes)
+    got = engine.clipped_sum(full, F.cross_entropy, batch, clip=Flat(0.5))
     torch.testing.assert_close(flat(got.values), flat(want.values))
-    assert 11 in sizes
-    assert max(sizes[-4:]) <= 4
-    first = len(sizes) - 1 - sizes[::-1].index(11)
-    assert sizes[first:] == [11, 6, 3, 3, 3, 2]
-    assert torch.equal(lucks[first], lucks[first + 1])  # nothing drawn in vain is lost
-    assert torch.equal(lucks[first], lucks[first + 2])
+    assert sizes[tried[0] :] == [11, 6, 3, 3, 3, 2]
+    tried[0] = 0
     with pytest.raises(torch.OutOfMemoryError):  # as asked for, and no other way
         Ghost(mode="fast").clipped_sum(full, F.cross_entropy, batch, clip=Flat(0.5))
 
@@ -315,27 +234,3 @@ def test_a_graph_that_changes_is_walked_again():
         want = torch.autograd.grad(loss, list(model.parameters()))
         torch.testing.assert_close(flat(got.values), torch.cat([g.reshape(-1) for g in want]))
     assert not engine.fallbacks
-
-
-@pytest.mark.parametrize("clip", [Flat(0.3), PerLayer(0.3)])
-def test_small_gradients_side_by_side_change_nothing(monkeypatch, clip):
-    model, batch = small()
-    model = model.float()
-    want = Ghost().clipped_sum(model, F.cross_entropy, batch, clip=clip)
-    packs = []
-
-    def always(gradients, names):
-        packs.append(forms.bundled(gradients, names))
-        return packs[-1]
-
-    monkeypatch.setattr(members._Gradients, "bundling", ("cuda", "cpu"))
-    monkeypatch.setattr(members, "bundled", always)
-    for mode in ("fast", "lean"):
-        got = Ghost(mode=mode).clipped_sum(model, F.cross_entropy, batch, clip=clip)
-        torch.testing.assert_close(flat(got.values), flat(want.values), rtol=1e-5, atol=1e-7)
-        torch.testing.assert_close(got.norms, want.norms)
-    assert any(pack is not None and len(pack.names) > 1 for pack in packs)
-    broken = batch[0].clone(), torch.where(torch.arange(11) == 2, -100, batch[1])
-    got = Ghost().clipped_sum(model, F.cross_entropy, broken, clip=clip)  # no label: loss NaN
-    assert got.nonfinite == 1
-    assert bool(torch.isfinite(flat(got.values)).all())

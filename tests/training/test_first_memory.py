@@ -62,7 +62,7 @@ def test_peak_counts_what_lives_at_once() -> None:
 
 @pytest.mark.parametrize("between", [nn.ReLU, lambda: nn.Dropout(0.1)])
 def test_a_first_step_holds_few_copies_of_the_gradient(between: Callable[[], nn.Module]) -> None:
-    """One copy of the parameters to put back, and three gradients: of two examples, and another."""
+    """One copy of the parameters to compare with, and two gradients: a sum and an example's."""
     torch.manual_seed(0)
     model = nn.Sequential(
         nn.Linear(WIDTH, WIDTH), between(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, 10)
@@ -75,4 +75,4 @@ def test_a_first_step_holds_few_copies_of_the_gradient(between: Callable[[], nn.
     with Peak() as peak:
         private.step(nn.CrossEntropyLoss(), x, y)
     assert private.fallbacks == []
-    assert 4.0 < peak.most / size < 4.7  # with pieces of 1 MB that are compared at a time
+    assert 2.0 < peak.most / size < 3.5

@@ -44,10 +44,10 @@ def original(model: nn.Module) -> nn.Module:
 
 def is_compiled(model: nn.Module) -> bool:
     """Whether a part of the model is run by `torch.compile`."""
-    return any(
-        "_orig_mod" in m._modules or getattr(m, "_compiled_call_impl", None) is not None
-        for m in model.modules()
-    )
+    for m in model.modules():
+        if "_orig_mod" in m._modules or m.__dict__.get("_compiled_call_impl") is not None:
+            return True
+    return False
 
 
 @contextmanager
@@ -79,7 +79,7 @@ def validate(model: nn.Module) -> None:
 
     Guarantees: a model of torch's own layers that passes has, for every example, a gradient that
     does not depend on the rest of the batch. Own layers are the author's responsibility; the ghost
-    engine tries them on two examples before it trusts them.
+    engine tries them on the first batch before it trusts them.
     """
     instance_of(nn.Module, model=model)
     for name, layer in model.named_modules():

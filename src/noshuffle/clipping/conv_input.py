@@ -32,7 +32,7 @@ from torch.nn import functional as F
 from noshuffle.clipping import conv_pairs
 from noshuffle.clipping.forwards import forward_by
 from noshuffle.clipping.products import rounds_convolutions
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 #: Numbers of g that are convolved at once: the transforms that cuDNN makes of them take much room.
 MOST_AT_ONCE = 2**23

@@ -27,7 +27,7 @@ from torch.nn import functional as F
 from noshuffle.clipping.conv_halves import halves, laid_out
 from noshuffle.clipping.conv_kernels import HAS_TRITON, MOST_TAPS, Pair, _tables_for
 from noshuffle.clipping.shared_copies import copy_of
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 from noshuffle.triton_shim import KernelTest, jit, tl
 
 #: Channels below which a tile would be mostly empty, and work that is not worth a launch.

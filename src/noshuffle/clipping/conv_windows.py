@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from torch.nn import functional as F
 
 from noshuffle.clipping.gram import allowance, smallest
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 Sides = tuple[tuple[int, int], ...]  # zeros before and after each axis
 _BOXES: tuple[Callable[..., Tensor], ...] = (F.conv1d, F.conv2d, F.conv3d)

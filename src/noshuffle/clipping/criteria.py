@@ -27,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 
 def _lies_so(scores: Any, target: Any) -> bool:

@@ -241,7 +241,7 @@ def clip_factors(
     there: Any = present
     add: Callable[..., Any] = _added
     as_tensor: Callable[[Any], Tensor] = _without_graph
-    if _are_plain((*squares.values(), losses_ok)) and (present is None or _are_plain((present,))):
+    if are_plain((*squares.values(), losses_ok)) and (present is None or are_plain((present,))):
         own = {name: square.detach().numpy() for name, square in squares.items()}
         lib, add, ok = np, _added_on_host, losses_ok.numpy()
         there = None if present is None else present.numpy()
@@ -264,7 +264,7 @@ def _without_graph(t: Tensor) -> Tensor:
     return t.detach() if t.requires_grad else t
 
 
-def _are_plain(tensors: Sequence[Tensor]) -> bool:
+def are_plain(tensors: Sequence[Tensor]) -> bool:
     """Whether NumPy can read them where they lie."""
     if torch._C._len_torch_dispatch_stack():  # traced (make_fx): numbers would become constants
         return False

@@ -26,10 +26,9 @@ True
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -97,17 +96,6 @@ def _reach(t: Tensor) -> Tensor:
     least = SMALLEST[t.dtype is torch.float64]
     # Two of them are multiplied: half the rounding each.
     return _norms(t, stretch=64).double() + math.sqrt(t.shape[2] * least)
-
-
-def _reaches(sides: Sequence[Tensor]) -> Tensor:
-    """`_reach` of several tensors of one type and size, one behind the other."""
-    lengths = [_norms(t, stretch=64) for t in sides]
-    if len({own.dtype for own in lengths}) > 1:
-        lengths = [own.double() for own in lengths]
-    found = torch.stack(lengths).double()
-    least = SMALLEST[sides[0].dtype is torch.float64]
-    torch._foreach_add_(list(found.unbind()), [math.sqrt(t.shape[2] * least) for t in sides])
-    return found
 
 
 class GradientForm:
@@ -332,67 +320,6 @@ class RowGradient(GradientForm):
 
     def by_unit(self, units: Units) -> GradientForm:
         return RowGradient(units.gather(self.index), units.gather(self.g), self.shape)
-
-
-def take_squares_of_rows(forms: Iterable[Sequence[GradientForm]]) -> None:
-    """Find `square` of every OuterGradient with one step that is alone at its parameter.
-
-    Guarantees: the bits of `squares`. For a GPU, which takes less time for such an operation than
-    the host that hands it over: two operations a form and ten for all, where it would be ten each.
-    """
-    alone = (own[0] for own in forms if len(own) == 1)
-    rows = [f for f in alone if type(f) is OuterGradient and f.a.shape[1] == 1]
-    rows = [form for form in rows if "square" not in form.__dict__]
-    sides = [form.a for form in rows] + [form.g for form in rows]
-    if len(rows) < 2 or len({(t.dtype, t.device, t.shape[0]) for t in sides}) > 1:
-        return
-    lengths = _reaches(sides)
-    sizes = lengths[: len(rows)].mul_(lengths[len(rows) :])
-    lost = rows[0].lost
-    sizes = (sizes if lost == 0.0 else sizes.mul_(1.0 + lost)).square_()
-    for form, square in zip(rows, sizes.view(len(rows), -1).unbind()):
-        form.__dict__["square"] = square
-
-
-#: Larger gradients are worth an operation of their own on a GPU.
-LARGEST = 1 << 17
-
-
-class Bundle(NamedTuple):
-    """Small gradients of several parameters side by side, [B, n_1 + n_2 + …].
-
-    For a GPU: one norm and one weighted sum, in place of one a parameter.
-    """
-
-    names: tuple[str, ...]
-    shapes: tuple[torch.Size, ...]
-    form: DenseGradient
-
-    def totals(self, factors: Tensor, bad: Tensor | None) -> dict[str, Tensor]:
-        """The weighted sums, views of one tensor; `bad` examples are replaced by zeros first."""
-        form: GradientForm = self.form if bad is None else self.form.kept(~bad)
-        parts = form.total(factors).split_with_sizes([shape.numel() for shape in self.shapes])
-        each = zip(self.names, parts, self.shapes)
-        return {n: p if len(s) == 1 else p.view(s) for n, p, s in each}
-
-
-def bundled(forms: dict[str, list[GradientForm]], names: Sequence[str]) -> Bundle | None:
-    """Take the small written-out gradients among `names` out of `forms`; None if there are none."""
-    found: dict[str, Tensor] = {}
-    for name in names:
-        own = forms.get(name, [])
-        if len(own) == 1 and isinstance(own[0], DenseGradient):
-            grads = own[0].grads
-            if grads.dtype == torch.float32 and grads.shape[1:].numel() <= LARGEST:
-                found[name] = grads
-    if len(found) < 2:
-        return None
-    for name in found:
-        del forms[name]
-    joined = torch.cat(
-        [g if g.dim() == 2 else g.reshape(g.shape[0], -1) for g in found.values()], 1
-    )
-    return Bundle(tuple(found), tuple(g.shape[1:] for g in found.values()), DenseGradient(joined))
 
 
 def merge(forms: Sequence[GradientForm]) -> list[GradientForm]:

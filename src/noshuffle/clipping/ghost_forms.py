@@ -4,15 +4,17 @@
     backward  only the gradients g at layer outputs are asked for, no weight gradients
     forms     (a, g) of each layer by its rule: what its norms and its sums are made of (`forms`)
 
-Nothing of size batch × model is written out, but for layers without a rule. `ghost` finds out about
-the model beforehand (`layers`, layout, route) and checks it. State: what a route learns.
+Nothing of size batch × model is written out, but for layers without a rule. What the pass writes
+into the model is undone after it (`state`). The layers, and where each has its example axis, come
+from a trial of the model (`trial`). No state.
 
 >>> from noshuffle.clipping.layers import find_layout, read
->>> from noshuffle.clipping.trial_runs import probe
+>>> from noshuffle.clipping.objective import take
 >>> model, batch = nn.Linear(2, 3), (torch.randn(5, 2), torch.randint(3, (5,)))
+>>> loss = nn.CrossEntropyLoss()
 >>> layers = read(model)
->>> layout = find_layout(model, layers, probe(model, nn.CrossEntropyLoss(), batch))
->>> forms, losses = ghost_forms(model, nn.CrossEntropyLoss(), batch, layers=layers, layout=layout)
+>>> layout = find_layout(model, layers, lambda n: batch_losses(model, loss, take(batch, slice(n))))
+>>> forms, losses = ghost_forms(model, loss, batch, layers=layers, layout=layout)
 >>> sorted(forms), losses.shape
 (['bias', 'weight'], torch.Size([5]))
 """
@@ -20,7 +22,8 @@ the model beforehand (`layers`, layout, route) and checks it. State: what a rout
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -31,8 +34,8 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping.check import as_written, trainable
 from noshuffle.clipping.conv_input import inputs_by_convolution
-from noshuffle.clipping.forms import DenseGradient, GradientForm, OuterGradient
-from noshuffle.clipping.kept_inputs import cast_early, ordered_early
+from noshuffle.clipping.forms import DenseGradient, GradientForm
+from noshuffle.clipping.isolated import isolated_forms
 from noshuffle.clipping.layers import (
     CallAxes,
     ExampleAxes,
@@ -42,11 +45,18 @@ from noshuffle.clipping.layers import (
     stamp,
     tensors,
 )
-from noshuffle.clipping.objective import Batch, Loss, batch_losses, must_depend, shape_of
+from noshuffle.clipping.objective import (
+    Batch,
+    Loss,
+    batch_losses,
+    must_depend,
+    shape_of,
+)
 from noshuffle.clipping.pooling import pooling_by_channel
 from noshuffle.clipping.products import no_autocast, wide
+from noshuffle.clipping.state import restored
 from noshuffle.clipping.stateless import call_with
-from noshuffle.clipping.tape import Found, GradientTape, Route, rewritten, watching
+from noshuffle.clipping.tape import Found, GradientTape, rewritten, watching
 
 
 class _Recorder:
@@ -59,12 +69,9 @@ class _Recorder:
         layout: ExampleAxes,
         *,
         is_alike: bool,
-        early: bool,
     ) -> None:
-        self.tape, self.layers, self.layout = tape, layers, layout
-        self.is_alike, self.early, self.is_cast = is_alike, early, False
+        self.tape, self.layers, self.layout, self.is_alike = tape, layers, layout, is_alike
         self.calls = dict.fromkeys(layers.watched, 0)
-        self.read: list[tuple[str, Tensor, int]] = []  # what norms were taken of, as it was then
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
@@ -73,7 +80,6 @@ class _Recorder:
             return
         number, self.calls[name] = self.calls[name], self.calls[name] + 1
         first = args[0] if args and isinstance(args[0], Tensor) else tensors((args, kwargs))[0]
-        self.is_cast = self.is_cast or torch.is_autocast_enabled(first.device.type)
         call = self._axes(name, number, first, out)
         if name in self.layers.rules:
             version = -1 if first.is_inference() else first._version
@@ -118,18 +124,13 @@ class _Recorder:
         a = a.resolve_neg()  # compiled loops and kernels read memory, where no sign is
         a = a if lead == 0 else a.movedim(lead, 0)
         g = g if back == 0 else g.movedim(back, 0)
-        is_alone = self.early and len(self.layout.calls.get(name, ())) == 1
-        kept: list[tuple[Tensor, GradientForm]] = []
-        for key, form in self.layers.rules[name](layer, a, g, self.tape.size).items():
+        found = self.layers.rules[name](layer, a, g, self.tape.size)
+        own: list[tuple[Tensor, GradientForm]] = []
+        for key, form in found.items():
             parameter = layer._parameters.get(key)
             if parameter is not None:
-                kept.append((parameter, form))
-                if is_alone and parameter.requires_grad and not isinstance(form, DenseGradient):
-                    if type(form) is not OuterGradient or form.a.shape[1] != 1:
-                        _ = form.square  # those are taken together (`take_squares_of_rows`)
-                    of = [t for t in vars(form).values() if isinstance(t, Tensor)]
-                    self.read += [(name, t, stamp(t)) for t in of]
-        return kept
+                own.append((parameter, form))
+        return own
 
     def _record_unruled(
         self,
@@ -158,13 +159,6 @@ class _Recorder:
 
         if any(reached):
             self.tape.record(build, *(t for t in outs if t.requires_grad))
-
-    def check_read(self) -> None:
-        """Raise if something was written to after its norm was taken: the sum reads it anew."""
-        for name, t, then in self.read:
-            if stamp(t) != then:
-                raise NotByLayer(f"the gradient at layer {name!r} is changed in place by a hook")
-        self.read = []
 
     def check_calls(self) -> None:
         """Raise if a layer is called a number of times that examples may have decided."""
@@ -217,11 +211,11 @@ class RecordedPass:
 
         with recorded.hooks():
             losses = …                    # one number per example, of one forward pass
-            forms = recorded.forms(losses)
+        forms = recorded.forms(losses)
 
-    The block may end behind the forward pass and be entered again for `forms`: a checkpointed part
-    runs once more there. `names`: the name of every trainable parameter by its id. For the other
-    options see `ghost_forms`.
+    A pass with checkpointed parts calls `forms` in a block of `hooks`, too. `names`: the name of
+    every trainable parameter by its id. What the pass writes into the model is the caller's concern
+    (`state.restored`).
     """
 
     def __init__(
@@ -233,13 +227,11 @@ class RecordedPass:
         layers: Layers,
         layout: ExampleAxes,
         names: Mapping[int, str],
-        early: bool = False,
-        route: Route | None = None,
     ) -> None:
         self.model, self.layers, self.layout, self.names = model, layers, layout, names
-        self.tape = GradientTape(size, route=route or Route())
+        self.tape = GradientTape(size)
         is_alike = tuple(inner) == layout.inner[: len(inner)]
-        self.run = _Recorder(self.tape, layers, layout, is_alike=is_alike, early=early)
+        self.run = _Recorder(self.tape, layers, layout, is_alike=is_alike)
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
@@ -251,13 +243,8 @@ class RecordedPass:
         layers, tape = self.layers, self.tape
         with ExitStack() as stack:
             inside = layers.rewritten.values()
-            stack.enter_context(
-                watching(self.model, layers.watched, self.seen, tape, inside=inside)
-            )
-            if tape.route.is_cast:
-                stack.enter_context(cast_early(layers.ruled.values()))
-            if layers.norms:
-                stack.enter_context(ordered_early(layers.norms))
+            hooks = watching(self.model, layers.watched, self.seen, tape, inside=inside)
+            stack.enter_context(hooks)
             if self.layout.shared:
                 stack.enter_context(spread(layers, self.layout.shared, tape.size))
             if layers.pools:
@@ -266,46 +253,41 @@ class RecordedPass:
                 stack.enter_context(inputs_by_convolution(layers.ruled.values()))
             yield
 
-    def forms(self, losses: Tensor, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
+    def forms(self, losses: Tensor) -> dict[str, list[GradientForm]]:
         """Per-example gradients by parameter name, of one backward pass of these losses."""
-        if not losses.requires_grad:
-            must_depend(losses)
+        must_depend(losses)
         self.run.check_calls()
-        self.tape.route.is_cast = self.run.is_cast
         with no_autocast(losses.device):  # a checkpoint sets its own
-            read = losses if asked is None else losses[asked.to(losses.device)]
-            forms = self.tape.forms(read, self.names)
-            if self.run.read:
-                self.run.check_read()
-        return forms
+            return self.tape.forms(losses, self.names)
 
 
 def ghost_forms(
-    model: nn.Module,
-    loss_fn: Loss,
-    batch: Batch,
-    *,
-    layers: Layers,
-    layout: ExampleAxes,
-    early: bool = False,
-    route: Route | None = None,
-    names: Mapping[int, str] | None = None,
-    asked: Tensor | None = None,
+    model: nn.Module, loss_fn: Loss, batch: Batch, *, layers: Layers, layout: ExampleAxes
 ) -> tuple[dict[str, list[GradientForm]], Tensor]:
     """Per-example gradients as forms, by parameter name, and the losses.
 
-    `early`: norms are wanted of every example by itself, so take them as gradients arrive. A GPU
-    then has other work in its queue, and does not wait for many small operations at the end.
-    `route`: what an earlier run found out about the graph. `names`: the name of every trainable
-    parameter by its id, where it is known, by somebody who lets compiled parts run as written.
-    `asked`: the examples whose losses have their gradient taken, if not all (`row_check`).
+    Raises NotByLayer where a layer sees its examples in another way than in the trial.
     """
     size, _, _, inner = shape_of(batch)
-    write = as_written(model) if names is None else nullcontext()
-    if names is None:
-        names = {id(p): name for name, p in trainable(model).items()}
-    how: dict[str, Any] = {"layers": layers, "layout": layout, "early": early, "route": route}
-    recorded = RecordedPass(model, size=size, inner=inner, names=names, **how)
-    with torch.enable_grad(), write, recorded.hooks():
+    names = {id(p): name for name, p in trainable(model).items()}
+    one = RecordedPass(model, size=size, inner=inner, layers=layers, layout=layout, names=names)
+    with restored(model, loss_fn), torch.enable_grad(), as_written(model), one.hooks():
         losses = batch_losses(model, loss_fn, batch, size=size)
-        return recorded.forms(losses, asked), losses.detach()
+        return one.forms(losses), losses.detach()
+
+
+@dataclass(frozen=True)
+class Reading:
+    """How per-example gradients of a model are had: by rules in one pass over the whole batch, or,
+    without a layout, by rules with the examples kept apart by vmap."""
+
+    layers: Layers
+    layout: ExampleAxes | None
+
+    def forms(
+        self, model: nn.Module, loss_fn: Loss, batch: Batch
+    ) -> tuple[dict[str, list[GradientForm]], Tensor]:
+        """Per-example gradients as forms, by parameter name, and the losses."""
+        if self.layout is None:
+            return isolated_forms(model, loss_fn, batch, layers=self.layers)
+        return ghost_forms(model, loss_fn, batch, layers=self.layers, layout=self.layout)

@@ -27,7 +27,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from noshuffle.clipping import gpu_kernels
 from noshuffle.clipping.products import HALF, bmm, roundoff
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 from noshuffle.clipping.tolerance import RoundingTolerance
 from noshuffle.triton_shim import KernelTest
 

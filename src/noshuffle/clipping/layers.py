@@ -25,7 +25,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.utils import parametrize
-from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from noshuffle.clipping import rules_attention, rules_conv, rules_recurrent  # noqa: F401
@@ -34,18 +33,10 @@ from noshuffle.clipping.rules import Rule, find_rewrite, find_rule, named_rule
 from noshuffle.clipping.tape import GradientTape, watching
 
 Axes = tuple[int | None, ...]
-#: Operations that order rows, and that choose among them.
-_ORDERS = ("sort", "msort", "argsort", "topk", "kthvalue")
-_CHOICES = ("nonzero", "argwhere", "nonzero_static", "masked_select", "unique", "where")
-_MASKS = (torch.bool, torch.uint8)
 
 
 class NotByLayer(Exception):
     """The model cannot be clipped layer by layer; the text says why. Never leaves the package."""
-
-
-class NotNow(NotByLayer):
-    """Nothing can be said from this batch; the next one is asked again."""
 
 
 class Mixes(NotByLayer):
@@ -68,12 +59,6 @@ class Layers:
         """All that are watched; to be asked for when nothing is added any more."""
         return {**self.ruled, **self.unruled_layers}
 
-    @cached_property
-    def norms(self) -> list[nn.Module]:
-        """Group norms on a GPU, which bring channels in front (`kept_inputs`)."""
-        found = (layer for layer in self.ruled.values() if isinstance(layer, nn.GroupNorm))
-        return [layer for layer in found if layer.weight is not None and layer.weight.is_cuda]
-
     def unruled(self, name: str) -> dict[str, nn.Parameter]:
         """Parameters of a layer without a rule that are written out, by their names in it."""
         found = self.unruled_layers[name].named_parameters(recurse=name not in self.split)
@@ -84,10 +69,10 @@ def _trains(module: nn.Module, *, recurse: bool = True) -> bool:
     return any(p.requires_grad for p in module.parameters(recurse=recurse))
 
 
-def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Layers:
-    """Sort the layers of a model; `by_name=False` leaves out rules that go by a layer's name.
+def read(model: nn.Module, *, is_isolated: bool = False) -> Layers:
+    """Sort the layers of a model; raises NotByLayer if it cannot be clipped layer by layer.
 
-    `splits=False` writes layers without a rule out with all that is in them.
+    `is_isolated`: for a pass that keeps examples apart by vmap, which knows no such models.
     """
     layers = Layers(pools=pools(model))
     done: set[int] = set()
@@ -96,16 +81,16 @@ def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Laye
         if id(module) in done or not _trains(module):
             return
         done.add(id(module))
-        found = find_rule(module) or (named_rule(module) if by_name else None)
+        found = find_rule(module) or named_rule(module)
         if find_rewrite(module) is not None:
             layers.rewritten[name] = module
         elif found is not None and not any(map(_trains, module.children())):
             layers.ruled[name], layers.rules[name] = module, found
         elif parametrize.is_parametrized(module) or _trains(module, recurse=False):
-            if not name:
+            if not name and not is_isolated:
                 raise NotByLayer("the model holds parameters of its own, outside any layer")
             layers.unruled_layers[name] = module
-            if not splits or parametrize.is_parametrized(module):
+            if parametrize.is_parametrized(module):
                 done.update(id(child) for child in module.modules())
             elif any(map(_trains, module.children())):
                 layers.split.add(name)
@@ -118,7 +103,7 @@ def read(model: nn.Module, *, by_name: bool = True, splits: bool = True) -> Laye
             walk(child, f"{name}.{child_name}" if name else child_name)
 
     walk(model, "")
-    for name, module in layers.unruled_layers.items():
+    for name, module in () if is_isolated else layers.unruled_layers.items():
         if any(_is_random(m) for m in module.modules()):
             raise NotByLayer(f"layer {name!r} has no rule and draws random numbers (dropout)")
     return layers
@@ -197,50 +182,6 @@ def spread(layers: Layers, shared: frozenset[str], size: int) -> Iterator[None]:
         yield
 
 
-class RowOrder(TorchFunctionMode):
-    """In this block, operations that pick or order rows of `size` examples by what they hold.
-
-    Layer rules take row b of a layer's input for example b. A model that sorts its examples by
-    length (sort, topk along the first axis), or packs the tokens of all examples side by side
-    (nonzero, x[mask], masked_select), hands its layers rows of which only the data say whose they
-    are: in a batch without padding all looks well, and in the next one the gradients of one example
-    are clipped by the norm of another. `how` is the first such operation.
-    """
-
-    def __init__(self, size: int = 1) -> None:
-        super().__init__()
-        self.size = size
-        self.how = ""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
-    ) -> Any:
-        options = kwargs or {}
-        if not self.how:
-            self._listen(getattr(func, "__name__", "").strip("_"), args, options)
-        return func(*args, **options)
-
-    def _listen(self, name: str, args: tuple[Any, ...], options: dict[str, Any]) -> None:
-        of = args[0] if args else options.get("input")
-        if not isinstance(of, Tensor) or not of.dim() or of.shape[0] % self.size:
-            return
-        is_it = False
-        if name in _ORDERS:
-            given = [a for a in args[1:] if type(a) is int]
-            at = 1 if name in ("topk", "kthvalue") else 0
-            usual = 0 if name == "msort" else -1
-            axis = options.get("dim", given[at] if len(given) > at else usual)
-            is_it = axis % of.dim() == 0
-        elif name == "where":  # with one argument it is nonzero; with three it chooses nothing
-            is_it = len(args) + len(options) == 1
-        elif name == "getitem":
-            index = args[1][0] if isinstance(args[1], tuple) and args[1] else args[1]
-            is_it = isinstance(index, Tensor) and index.dtype in _MASKS
-        else:
-            is_it = name in _CHOICES or name.startswith("unique")
-        self.how = name if is_it else ""
-
-
 Calls = dict[str, list[tuple[list[torch.Size], list[torch.Size]]]]  # inputs and outputs of each
 
 
@@ -263,22 +204,14 @@ def _shapes_of_calls(
 ) -> Calls:
     """The shapes that every layer sees in a run of `size` examples."""
     calls: Calls = {}
-    row_order = RowOrder(size)
-
-    def orderly(*_: Any) -> None:
-        if row_order.how:
-            raise NotByLayer(f"rows are picked or ordered by what they hold ({row_order.how})")
 
     def seen(name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        orderly()
         ins = [t.shape for t in tensors((args, kwargs))]
         calls.setdefault(name, []).append((ins, [t.shape for t in tensors(out)]))
 
     watch = watching(model, layers.watched, seen, GradientTape(size, is_on=False))
     try:
-        with without_gradient(), watch, spread(layers, held, size), row_order, ExitStack() as stack:
-            for layer in layers.rewritten.values():
-                stack.callback(layer.register_forward_pre_hook(orderly).remove)
+        with without_gradient(), watch, spread(layers, held, size):
             run(size)
     except (RuntimeError, ValueError, IndexError) as error:
         if not held:

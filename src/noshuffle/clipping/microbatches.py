@@ -7,7 +7,7 @@
 
 What a step needs is measured once on two small pieces of the first batch, bytes(n) = fixed +
 n·per_example, and compared with what the device has left; a step that runs out of memory all the
-same is repeated in twice as many parts. No state here.
+same is done in twice as many parts. No state here.
 
 >>> decide("lean", 32, None, 0)[0], decide("auto", 32, Need(2**30, 2**28), 6 * 2**30)[0]
 (2, 2)
@@ -16,8 +16,7 @@ same is repeated in twice as many parts. No state here.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -25,8 +24,8 @@ import torch
 from torch import Tensor
 
 from noshuffle.clipping.factor import ClippedSum
-from noshuffle.clipping.objective import Batch, BatchShape, batch_size, take
-from noshuffle.clipping.units import BadUnitFound, SumPart, joined
+from noshuffle.clipping.objective import Batch, BatchShape, take
+from noshuffle.clipping.units import joined
 from noshuffle.triton_shim import is_capturing
 
 MODES = ("auto", "fast", "lean")
@@ -124,7 +123,6 @@ class Chosen:
     parts: int
     need: Need | None
     looks: int = 0
-    had_bad_unit: bool = False
 
 
 def choose_parts(
@@ -134,21 +132,15 @@ def choose_parts(
     *,
     device: torch.device,
     run: Callable[[int], object],
-    trial: Callable[[], AbstractContextManager[None]],
     say: Callable[[str], None],
 ) -> Chosen:
-    """The parts for a batch of this shape; `memory` holds earlier choices, `run(n)` clips n rows.
-
-    `trial()` is a block after which the model is as before: what is measured runs in one.
-    """
+    """The parts for a batch of this shape; `memory`: earlier choices; `run(n)` clips n rows."""
     # Batches that need about the same memory: as many examples, and as long within a quarter.
     kind = shape.size, round(math.log(max(1, shape.entries), 1.25))
     chosen = memory.get(kind)
     if chosen is None:
-        need = None
-        if mode != "fast" and not is_capturing(device):
-            with trial() if device.type == "cuda" else nullcontext():  # else nothing is run
-                need = measure(run, size=shape.size, device=device)
+        is_measured = mode != "fast" and not is_capturing(device)
+        need = measure(run, size=shape.size, device=device) if is_measured else None
         chosen = memory[kind] = Chosen(1, need)
     elif chosen.need is None or chosen.looks >= LOOKS or is_capturing(device):
         return chosen
@@ -161,20 +153,7 @@ def choose_parts(
     return chosen
 
 
-def rng_state_of(device: torch.device) -> Callable[[], None]:
-    """A function that sets the generators of host and device as they are now."""
-    on_host = torch.get_rng_state()
-    on_device = torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-    def again() -> None:
-        torch.set_rng_state(on_host)
-        if on_device is not None:
-            torch.cuda.set_rng_state(on_device, device)
-
-    return again
-
-
-Run = Callable[..., ClippedSum]
+Run = Callable[[Batch, Tensor | None, Tensor | None, Mapping[str, Tensor] | None], ClippedSum]
 
 
 def in_parts(
@@ -184,62 +163,36 @@ def in_parts(
     weights: Tensor | None,
     *,
     chosen: Chosen,
-    device: torch.device,
-    may_repeat: bool = True,
+    size: int,
 ) -> ClippedSum:
-    """The clipped sum, piece by piece; `one(batch, units, weights, …)` does a piece (`finish`).
-
-    As long as no unit was bad, the device is asked about them after the sums only, so that it never
-    waits for the host; once one is found all is done again, with the same random numbers, and from
-    then on it is asked before every sum. Not so for a model that writes into its buffers
-    (`may_repeat`): what a second run left there would tell that a unit was bad.
-    """
-    if chosen.parts == 1 and chosen.need is None and device.type == "cpu":
-        return one(batch, units, weights)  # nothing to wait for, nothing to repeat
-    size = batch_size(batch)
-    again = None if is_capturing(device) else rng_state_of(device)
+    """The clipped sum, piece by piece; `one(rows, units, weights, onto)` does a piece."""
     while True:
         try:
-            cut = microbatches(size, chosen.parts, units)
-            if not chosen.had_bad_unit and may_repeat and again is not None:
-                try:
-                    return _added_up(one, batch, weights, cut, ask="after")
-                except BadUnitFound:
-                    chosen.had_bad_unit = True
-                    again()
-            return _added_up(one, batch, weights, cut, ask="before")
+            return _added_up(one, batch, units, weights, microbatches(size, chosen.parts, units))
         except torch.OutOfMemoryError:
             if chosen.need is None or chosen.parts >= size:
                 raise
         chosen.parts = min(size, 2 * chosen.parts)  # outside the handler, which holds the frames
         torch.cuda.empty_cache()
-        if again is not None:
-            again()
 
 
 def _added_up(
-    one: Run, batch: Batch, weights: Tensor | None, parts: Sequence[Microbatch], *, ask: str
+    one: Run,
+    batch: Batch,
+    units: Tensor | None,
+    weights: Tensor | None,
+    pieces: Sequence[Microbatch],
 ) -> ClippedSum:
-    """All parts; with `ask="after"` the device is waited for once, when all sums are begun."""
-    if len(parts) == 1:
-        return one(batch, parts[0].units, weights, part=SumPart(ask))
     done: list[ClippedSum] = []
-    for piece in parts:
+    if len(pieces) == 1:
+        return one(batch, units, weights, None)
+    for piece in pieces:
         marks = None if weights is None else weights[piece.rows]
-        how = SumPart(onto=done[0].values if done else None)
-        if ask == "after" and piece is not parts[-1]:
-            how = replace(how, ask="never")
-        elif ask == "after":
-            how = replace(how, ask=ask, earlier_bad=torch.cat([d.bad for d in done]).any())
-        done.append(one(take(batch, piece.rows), piece.units, marks, part=how))
+        onto = done[0].values if done else None
+        done.append(one(take(batch, piece.rows), piece.units, marks, onto))
     found = joined(done)
-    if not isinstance(parts[0].rows, Tensor):
+    if not isinstance(pieces[0].rows, Tensor):
         return found
-    order = torch.cat([p.rows for p in parts])  # type: ignore[misc]
-    shown = None if found.shown is None else _in_order(found.shown, order)
-    return replace(found, losses=_in_order(found.losses, order), shown=shown)
-
-
-def _in_order(values: Tensor, order: Tensor) -> Tensor:
-    """One value an example, as the batch has them."""
-    return torch.empty_like(values).index_copy_(0, order.to(values.device), values)
+    order = torch.cat([p.rows for p in pieces])  # type: ignore[misc]
+    losses = torch.empty_like(found.losses)
+    return replace(found, losses=losses.index_copy_(0, order.to(losses.device), found.losses))

@@ -270,14 +270,14 @@ def row_losses(loss_fn: Criterion, outputs: Any, targets: tuple[Any, ...]) -> Te
         mapped: Tensor = torch.vmap(of_one, in_dims=batch_axes(rows), randomness="different")(*rows)
         return mapped
     except RuntimeError as error:
-        if not _is_vmap_limit(error):
+        if not is_vmap_limit(error):
             raise
         size = batch_size(rows)
         each = (take(rows, slice(i, i + 1)) for i in range(size))
         return torch.stack([_number(loss_fn(*row)) for row in each])
 
 
-def _is_vmap_limit(error: RuntimeError) -> bool:
+def is_vmap_limit(error: RuntimeError) -> bool:
     """Whether an error says that vmap cannot do something, rather than that it went wrong.
 
     Two types beside each other may be either: torch 2.13 has no vmap of the backward pass of a
@@ -287,7 +287,7 @@ def _is_vmap_limit(error: RuntimeError) -> bool:
     text = str(error).lower()
     limits = ("vmap", "functorch", "batchedtensor", "batching rule", "saved tensor hooks")
     memory = ("mutate a captured tensor", "doesn't have storage")  # the second of .numpy()
-    types = ("expected scalar type", "the same dtype")
+    types = ("expected scalar type", "the same dtype", "the broadcast shape")
     return any(word in text for word in (*limits, *memory, *types))
 
 

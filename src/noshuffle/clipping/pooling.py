@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.nn.modules.utils import _pair
 
 from noshuffle.clipping.forwards import forward_by
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 #: Channels that fill a vector, and numbers below which the copies are not worth it.
 FEWEST, LEAST = 8, 1 << 14

@@ -82,28 +82,28 @@ def exactly(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """Matrix products of float32 keep all their bits inside the block: no TF32.
-
-    Convolutions keep their setting: it decides which kernels their layer rules go by.
-    """
-    if not rounds_products():
-        yield
-        return
-    matmul: Any = torch.backends.cuda.matmul
+    """Products and convolutions of float32 keep all their bits inside the block: no TF32."""
+    cudnn: Any = torch.backends.cudnn
     try:
-        before = torch.get_float32_matmul_precision()
-    except RuntimeError:  # set by its newer name
-        newer, matmul.fp32_precision = matmul.fp32_precision, "ieee"
+        before = torch.get_float32_matmul_precision(), cudnn.allow_tf32
+    except RuntimeError:  # set by their newer names
+        own: list[Any] = [torch.backends.cuda.matmul, cudnn.conv, cudnn.rnn]
+        newer = [settings.fp32_precision for settings in own]
         try:
+            for settings in own:
+                settings.fp32_precision = "ieee"
             yield
         finally:
-            matmul.fp32_precision = newer
+            for settings, precision in zip(own, newer):
+                settings.fp32_precision = precision
         return
-    torch.set_float32_matmul_precision("highest")
     try:
+        torch.set_float32_matmul_precision("highest")
+        cudnn.allow_tf32 = False
         yield
     finally:
-        torch.set_float32_matmul_precision(before)
+        torch.set_float32_matmul_precision(before[0])
+        cudnn.allow_tf32 = before[1]
 
 
 @contextmanager

@@ -6,7 +6,7 @@
 `a` is the input, `g` the gradient at the output, both with the example axis first, which may also
 be examples × positions (a flattened batch): rules reshape to (size, -1, …). A rule applies to its
 own class, and to subclasses that keep its `forward`. Layers of Hugging Face models go by name and
-parameters (`named_rule`), and the trial on two examples decides whether such a rule fits:
+parameters (`named_rule`), and the trial of the first batch decides whether such a rule fits:
 
     Conv1D       y = x W + b with W stored [in, out]                       (GPT-2)
     *RMSNorm     y = w · x/√(mean x² + ε), or (1 + w) · …                  (Llama, Qwen, Gemma, T5)

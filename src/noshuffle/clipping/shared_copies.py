@@ -29,7 +29,7 @@ from weakref import ref
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from noshuffle.clipping.statefulness import is_wrapped
+from noshuffle.clipping.state import is_wrapped
 
 Copies = tuple[Tensor, ...]
 

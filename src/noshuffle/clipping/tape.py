@@ -6,8 +6,7 @@ is wanted, with a function from that gradient to per-example gradients, called a
 arrives, so that only linear maps and embeddings keep theirs during the backward pass.
 
 Autograd is asked only for the sites that have no other site behind them (`outermost`): no weight
-gradient is computed. A `Route` remembers which ones these were; a run in which it does not lead to
-every site is repeated without it (`RouteIncomplete`).
+gradient is computed.
 
 >>> import torch
 >>> tape = GradientTape(size=2); x = torch.ones(2, 1, requires_grad=True)
@@ -21,7 +20,6 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
 from typing import Any
 from weakref import ref
 
@@ -38,20 +36,6 @@ from noshuffle.clipping.shared_copies import COPIES
 Found = Sequence[tuple[Tensor, GradientForm]]
 Seen = Callable[[str, nn.Module, tuple[Any, ...], dict[str, Any], Any], None]
 Build = Callable[..., Found]  # of one gradient, or of as many as were asked for
-
-
-class RouteIncomplete(Exception):
-    """A remembered route missed a site. Never leaves the package."""
-
-
-@dataclass
-class Route:
-    """Which of `count` points autograd was asked for, in a run that reached them all; and
-    whether layers were called under autocast."""
-
-    count: int = -1
-    picks: tuple[int, ...] = ()
-    is_cast: bool = True
 
 
 class Site:
@@ -90,7 +74,6 @@ class GradientTape:
     is_on: bool = True
     sites: list[Site] = field(default_factory=list)
     handles: list[RemovableHandle] = field(default_factory=list)
-    route: Route = field(default_factory=Route)
 
     def record(self, build: Build, *outs: Tensor) -> None:
         """Ask for the gradients at some tensors; either all of them require one or none does."""
@@ -135,20 +118,12 @@ class GradientTape:
         for site in self.sites:
             edges += site.edges
             site.is_due = True
-        is_known = self.route.count == len(edges) and losses.requires_grad
-        picks = self.route.picks if is_known else outermost(losses, edges)
-        if picks:
-            ends = list(map(edges.__getitem__, picks))
+        ends = [edges[i] for i in outermost(losses, edges)]
+        if ends:
             # Hooks are Python: to hand them to a GPU's own thread takes longer than it saves.
             with torch.autograd.set_multithreading_enabled(False):
                 # of the sum: for given gradients torch first loads its compiler's shapes
                 torch.autograd.grad(losses.sum(), ends, allow_unused=True)
-        missing = sum(map(attrgetter("missing"), self.sites))
-        if is_known and missing:
-            self.route.count = -1
-            raise RouteIncomplete
-        if not missing:
-            self.route.count, self.route.picks = len(edges), tuple(picks)
 
 
 def _arrived(site: ref[Site], place: int, grad: Tensor) -> None:
@@ -171,12 +146,18 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
     while stack:
         node, behind = stack.pop()
         if behind is not None:  # all behind it is known by now
-            hides[node] = any(after in wanted or hides[after] for after in behind)
+            for after in behind:
+                if after in wanted or hides[after]:
+                    hides[node] = True
+                    break
         elif node not in hides:
-            hides[node] = False
-            behind = [after for after, _ in node.next_functions if after is not None]
+            hides[node], behind = False, []
             stack.append((node, behind))
-            stack.extend([(after, None) for after in behind if after not in hides])
+            for after, _ in node.next_functions:
+                if after is not None:
+                    behind.append(after)
+                    if after not in hides:
+                        stack.append((after, None))
     return [i for i, edge in enumerate(edges) if not hides.get(edge.node, True)]
 
 

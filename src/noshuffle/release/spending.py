@@ -53,11 +53,12 @@ OTHER_RUNS = (
     "here."
 )
 INITIAL = "as the caller built them"
-ISOLATION = (
-    "Model and loss treat examples apart, write into no trained parameter and keep nothing of an "
-    "example outside the model's own tensors; this was tried on the first batch of each kind, and "
-    "what is not trained is watched in every step, but it is not proved for later ones."
-)
+#: Values of the fact "isolation": whether examples could meet in the model or the loss.
+TRIED, APART = "tried", "by construction"
+ISOLATION = {
+    TRIED: "Only the first batch of each kind was tested for examples that influence each other.",
+    APART: "Examples were kept apart by construction: model and loss ran on one at a time.",
+}
 
 
 #: How users were told apart: the name of the fact, and its values.
@@ -204,7 +205,7 @@ _SENTENCES = (
     ("test_key", "yes", TEST_SEED),
     ("adaptive_clip", "yes", ADAPTIVE_CLIP),
     ("public_order", "yes", PUBLIC_ORDER),
-    ("isolation", "tried", ISOLATION),
+    *(("isolation", value, said) for value, said in ISOLATION.items()),
     ("order", "the caller's", CALLERS_ORDER),
 )
 

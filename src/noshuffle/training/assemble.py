@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
-from noshuffle.clipping import Clip, Flat, auto, validate
+from noshuffle.clipping import Clip, Flat, PerExample, auto, validate
 from noshuffle.clipping.adaptive import QuantileClip
 from noshuffle.clipping.check import original, trainable
 from noshuffle.errors import InvalidInput, Unsupported, instance_of, one_of, whole
@@ -33,7 +33,7 @@ from noshuffle.plan import Plan
 from noshuffle.release.account import Account
 from noshuffle.release.folder import RunFolder
 from noshuffle.release.release import Release
-from noshuffle.release.spending import INITIAL
+from noshuffle.release.spending import APART, INITIAL, TRIED
 from noshuffle.training.augment import Augment, augment_of
 from noshuffle.training.compiled import compiled_step
 from noshuffle.training.private import Private
@@ -51,6 +51,7 @@ def privatize(
     unit: str | None = None,
     reduce: str = "mean",
     engine: Engine | None = None,
+    isolate: bool = False,
     source: Source | None = None,
     run: RunFolder | str | Path | None = None,
     fork_of: RunFolder | str | Path | None = None,
@@ -71,6 +72,8 @@ def privatize(
         unit: said again to be safe; must equal the plan's ("example" or "user").
         reduce: how the examples of one user become one gradient, "mean" or "sum".
         engine: a clipping engine; by default the one that suits the model.
+        isolate: keep examples apart by construction (vmap), which costs time. Otherwise the first
+            batch of a kind is tested for examples that influence each other.
         source: where noise comes from; a fresh key of the operating system by default.
         run: a folder for log, checkpoints and statement; None keeps the log in memory.
         fork_of: the folder of a run that ends here, and whose cost this one adds to its own.
@@ -96,6 +99,11 @@ def privatize(
     bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)
     parameters = trainable(inner)
+    if engine is None:
+        engine = auto(inner, isolate=isolate, planned=batch_size)
+    elif isolate:
+        raise InvalidInput("isolate goes without engine=; give engine=Ghost(isolate=True) instead")
+    is_apart = isinstance(engine, PerExample) or getattr(engine, "isolate", False)
     # A distributed tensor, known by its mesh: the class itself takes seconds to import.
     if sharded := [name for name, p in parameters.items() if hasattr(p, "device_mesh")]:
         raise Unsupported(
@@ -111,7 +119,7 @@ def privatize(
         run=run,
         fork_of=fork_of,
         source=source,
-        facts={"initial": initial, "isolation": "tried"},
+        facts={"initial": initial, "isolation": APART if is_apart else TRIED},
         budget=budget,
     )
     try:
@@ -119,7 +127,7 @@ def privatize(
             model=inner,
             parameters=parameters,
             optimizer=optimizer,
-            engine=engine if engine is not None else auto(inner),
+            engine=engine,
             release=release,
             groups_users=plan.unit == "user",
             reduce=reduce,

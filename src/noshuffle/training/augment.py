@@ -14,6 +14,7 @@ Training then sees images (batch, K, …), and needs ids: a row looks different 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -24,7 +25,6 @@ from torch.nn import functional as f
 
 from noshuffle.clipping import ModelLoss
 from noshuffle.clipping.objective import Criterion, row_losses
-from noshuffle.clipping.trial_rows import extremes
 from noshuffle.errors import InvalidInput, Unsupported, callables, whole
 from noshuffle.training.generators import seeded
 from noshuffle.training.rng import restore_rng, rng_state
@@ -126,11 +126,11 @@ def _other_batches(x: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         rows = stays.reshape(-1, *[1] * (x.dim() - 1))
         yield stays, x.where(rows, x.roll(1, 0))
         yield stays, x.where(rows, torch.zeros_like(x))
-    for place, alone in enumerate(extremes((x[[1, 0]],))):
+    for place, by in enumerate((1e4, math.inf, -1e4, math.nan) if x.is_floating_point() else ()):
         far = place % len(x)  # one row after the other, beside all the rest as they are
         stays = torch.arange(len(x), device=x.device) != far
-        (pair,) = alone
-        yield stays, torch.cat([x[:far], pair[1:], x[far + 1 :]])
+        extreme = x[far : far + 1].abs() * by if math.isfinite(by) else x.new_full((), by)
+        yield stays, torch.where(stays.reshape(-1, *[1] * (x.dim() - 1)), x, extreme)
 
 
 def augment_of(wanted: int | Augment | None) -> Augment | None:

@@ -43,8 +43,8 @@ from noshuffle.clipping.objective import (
     row_losses,
     take,
 )
-from noshuffle.clipping.per_example import PerExample
 from noshuffle.clipping.products import exactly
+from noshuffle.clipping.state import restored
 from noshuffle.clipping.units import by_unit, finish, members
 from noshuffle.errors import InvalidInput, ProbablyNotMeant, Unsupported
 from noshuffle.participation import Mask
@@ -290,16 +290,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
             return False
         with torch.autocast(*sent.autocast):
             engine: Any = parts.engine  # a Ghost, as `Private.criterion` has seen
-            shot, rules = engine.rules_for(parts.model, sent.loss_fn, sent.batch)
-            if rules.reason is not None:
-                raise Unsupported(NO_RULES.format(why=rules.reason))
-            if one.changed:
-                PerExample().reconsider(
-                    parts.model, sent.loss_fn, sent.batch, one.changed, in_batches=True
-                )
-                rules.findings.may_change.update(one.changed)
-        self._private.recorder.learn(one, shot, rules)
-        return one.is_recorded_by(rules)
+            try:
+                reading = engine.layers_for(parts.model, sent.loss_fn, sent.batch)
+            except NotByLayer as reason:
+                raise Unsupported(NO_RULES.format(why=reason)) from None
+        if reading is None:  # the trial decided nothing
+            return False
+        self._private.recorder.learn(one, reading)
+        return one.is_recorded_by(reading)
 
     def _clipped_sum(
         self, sent: _Losses, is_recorded: bool, keep: Mask | None, ids: Ids | None
@@ -324,14 +322,14 @@ class PrivateOptimizer(torch.optim.Optimizer):
         assert one.recorded is not None
         factor = HALF_SCALE if one.autocast[1:] == (torch.float16, True) else 1.0
         clip = parts.threshold.clip if factor == 1.0 else _Times(parts.threshold.clip, factor)
-        with one.recorded.hooks():
+        with restored(parts.model), one.recorded.hooks():  # a checkpointed part runs again
             forms = one.recorded.forms(sent.rows if factor == 1.0 else sent.rows * factor)
         losses = sent.rows.detach()
         present = None if keep is None else torch.from_numpy(keep).to(torch.float32)
         who = members(unit_numbers(ids), present, size=len(losses), device=parts.device)
         with exactly(parts.device):
             for name, own in forms.items():
-                if who.units is not None or who.keep is not None or len(own) > 1:
+                if who.units is not None or len(own) > 1:
                     forms[name] = by_unit(own, who, reduce=parts.reduce)
             found = finish(forms, parts.parameters, losses, who, clip=clip)
         if factor == 1.0:

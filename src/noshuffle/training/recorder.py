@@ -4,15 +4,15 @@ Hooks of the layer rules record each pass of the model while it runs (`clipping.
 `criterion` sends its losses back through it. The rules are known from the first batch of a kind on;
 that one is a step of the engine's own, from the inputs that are kept here. A pass belongs to its
 outputs, and is gone with them. Random layers draw by the seed of the step, and the generators of
-the caller go on as if nothing had been drawn. What a pass writes into tensors that are not trained
-is put back. State: the rules by kind of input, and the passes by their outputs.
+the caller go on as if nothing had been drawn. What a pass writes into the model is undone
+(`state`). State: the readings by kind of input, and the passes by their outputs.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Mapping
-from contextlib import ExitStack, nullcontext
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields, is_dataclass
 from typing import Any
 
@@ -21,11 +21,12 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_leaves, tree_unflatten
 from torch.utils.weak import WeakTensorKeyDictionary
 
-from noshuffle.clipping.check import as_written
-from noshuffle.clipping.ghost_forms import RecordedPass
+from noshuffle.clipping.check import as_written, trainable
+from noshuffle.clipping.ghost import state_of
+from noshuffle.clipping.ghost_forms import Reading, RecordedPass
 from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.objective import BatchShape, cuttable, shape_of
-from noshuffle.clipping.statefulness import is_wrapped, put_back_after
+from noshuffle.clipping.state import is_wrapped, restored
 from noshuffle.errors import InvalidInput, Unsupported
 from noshuffle.training.generators import seeded
 from noshuffle.training.step_parts import Parts
@@ -70,9 +71,8 @@ class ForwardPass:
     shape: BatchShape
     seed: int
     autocast: Autocast
-    rules: Any = None  # known from an earlier batch of this kind
+    reading: Reading | None = None  # known from an earlier batch of this kind
     recorded: LoopPass | None = None
-    changed: list[str] = field(default_factory=list)  # untrained tensors that it wrote into
     outputs: list[weakref.ref[Tensor]] = field(default_factory=list)
     stamps: list[tuple[int, int]] = field(default_factory=list)  # of outputs, then of inputs
     is_plain: bool = False  # one tensor of one argument: `model(x)`
@@ -105,16 +105,18 @@ class ForwardPass:
             )
         return numbers
 
-    def is_recorded_by(self, rules: Any) -> bool:
-        """Whether it was recorded as these rules, perhaps of another criterion, would have it."""
-        known = self.rules
-        if self.recorded is None or not self.recorded.is_whole or rules.layers is None:
+    def is_recorded_by(self, reading: Reading) -> bool:
+        """Whether it was recorded as this reading, perhaps of another criterion, would have it."""
+        known = self.reading
+        if self.recorded is None or not self.recorded.is_whole or known is None:
             return False
-        if known is rules:
+        if known is reading:
             return True
-        layout, other = known.layout, rules.layout
+        layout, other = known.layout, reading.layout
+        if layout is None or other is None:
+            return False
         is_same = layout.calls == other.calls and layout.shared == other.shared
-        return bool(is_same and known.layers == rules.layers)
+        return bool(is_same and known.layers == reading.layers)
 
 
 def _stamp(tensor: Tensor) -> tuple[int, int]:
@@ -140,12 +142,12 @@ class LoopPass(RecordedPass):
 
 
 @dataclass(frozen=True)
-class _Rules:
-    """The rules for one kind of inputs, of a model as it was."""
+class _Known:
+    """The reading of one kind of inputs, of a model as it was."""
 
-    kinds: tuple[Any, ...]
-    shot: Any
-    rules: Any
+    kind: tuple[Any, ...]
+    alive: tuple[Any, ...]  # what the kind is known by, so that no other object has its id
+    reading: Reading
 
 
 class Recorder:
@@ -154,7 +156,7 @@ class Recorder:
     def __init__(self, parts: Parts, next_part: Callable[[], tuple[int, int]]) -> None:
         self.parts, self._next_part = parts, next_part
         self.is_paused = False  # while a private step, or a trial, runs the model
-        self._known: list[_Rules] = []
+        self._known: list[_Known] = []
         self._passes = WeakTensorKeyDictionary()
         self._open: tuple[ForwardPass, ExitStack] | None = None
         model = parts.model
@@ -196,29 +198,22 @@ class Recorder:
 
     def _record(self, one: ForwardPass, stack: ExitStack) -> None:
         """Have the layers recorded, by the rules for passes of this kind."""
-        parts, shape = self.parts, one.shape
-        alike = (k for k in self._known if k.kinds == shape.kinds and k.rules.layers is not None)
-        known = next((k for k in alike if k.shot.holds(parts.model)), None)
-        if known is None or not shape.size:
-            stack.enter_context(put_back_after(parts.model))
+        model, shape = self.parts.model, one.shape
+        kind = shape.kinds, state_of(model)[0]
+        stack.enter_context(restored(model))
+        known = next((k for k in self._known if k.kind == kind), None)
+        if known is None or known.reading.layout is None or not shape.size:
             return
-        shot, one.rules = known.shot, known.rules
-
-        def find_changes() -> None:
-            one.changed = shot.watch.end(one.rules.findings)
-
+        one.reading = known.reading
         one.recorded = LoopPass(
-            parts.model,
+            model,
             size=shape.size,
             inner=shape.inner,
-            layers=one.rules.layers,
-            layout=one.rules.layout,
-            names=shot.names,
-            early=parts.device.type == "cuda" and not parts.groups_users,
+            layers=known.reading.layers,
+            layout=known.reading.layout,
+            names={id(p): name for name, p in trainable(model).items()},
         )
-        stack.enter_context(as_written(parts.model) if shot.is_compiled else nullcontext())
-        shot.watch.begin()
-        stack.callback(find_changes)
+        stack.enter_context(as_written(model))
         stack.enter_context(one.recorded.hooks())
 
     def end(self, model: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
@@ -257,12 +252,14 @@ class Recorder:
 
         return one, tensors, taken
 
-    def learn(self, one: ForwardPass, shot: Any, rules: Any) -> None:
-        """Record passes of this kind by these rules from now on."""
-        if rules.layers is None or one.is_recorded_by(rules):
+    def learn(self, one: ForwardPass, reading: Reading) -> None:
+        """Record passes of this kind by this reading from now on."""
+        if one.is_recorded_by(reading):
             return
-        others = [k for k in self._known if k.kinds != one.shape.kinds or k.shot is not shot]
-        self._known = [_Rules(one.shape.kinds, shot, rules), *others][:KINDS]
+        state, alive = state_of(self.parts.model)
+        kind = one.shape.kinds, state
+        others = [known for known in self._known if known.kind != kind]
+        self._known = [_Known(kind, alive, reading), *others][:KINDS]
 
 
 class _Hook:

@@ -21,7 +21,6 @@ from torch.utils._pytree import tree_flatten
 
 from noshuffle.clipping import Ghost, ModelLoss, PerExample
 from noshuffle.clipping.objective import Criterion, take
-from noshuffle.clipping.statefulness import put_back_after
 from noshuffle.training.compiled.choice import choose
 from noshuffle.training.compiled.program import Program
 from noshuffle.training.step_parts import Parts
@@ -194,8 +193,7 @@ class Programs:
                 program.stage(tree_flatten(full)[0], self.capacity)
                 program.weigh(size, None)
                 program.stage_units(size, None, np.arange(size) // 2)
-                with put_back_after(self.parts.model):  # its runs are trials, not steps
-                    chosen = choose(program, loss_fn, fuse=fuse, say=self.say)
+                chosen = choose(program, loss_fn, fuse=fuse, say=self.say)
                 if chosen is None:
                     return None
                 finish(program)

@@ -33,12 +33,13 @@ from torch.utils._pytree import tree_flatten, tree_unflatten
 
 from noshuffle.clipping import Clip, Ghost, ModelLoss
 from noshuffle.clipping.check import trainable
-from noshuffle.clipping.factor import clip_factors, slack
-from noshuffle.clipping.forms import DenseGradient, GradientForm, merge, squares
-from noshuffle.clipping.ghost_forms import ghost_forms
+from noshuffle.clipping.factor import slack
+from noshuffle.clipping.forms import DenseGradient, GradientForm, merge
+from noshuffle.clipping.layers import NotByLayer
 from noshuffle.clipping.objective import Criterion, batch_losses
 from noshuffle.clipping.per_example import per_example_gradients
 from noshuffle.clipping.products import no_autocast, wide
+from noshuffle.clipping.units import Members, finish
 from noshuffle.training.compiled.flat import Flattened, Forms, Sums, TotalFn
 from noshuffle.training.compiled.staged import StagedUsers
 
@@ -57,29 +58,9 @@ def short(
     bound of the clip; a row outside `keep` contributes exactly zero whatever it holds; a row with
     a NaN or infinite loss or norm contributes exactly zero and is marked.
     """
-    kind = torch.float64 if losses.dtype == torch.float64 else torch.float32
-    zeros = torch.zeros_like(losses, dtype=kind)
-    factors, norms, bad = clip_factors(
-        {name: squares(forms[name]) if forms.get(name) else zeros for name in like},
-        torch.isfinite(losses),
-        keep,
-        clip=clip,
-        slack=slack(*like.values()),
-    )
-    values: dict[str, Tensor] = {}
-    for names, factor in factors:
-        for name in names:
-            totals = [_usable(form).spent(factor.to(kind)) for form in forms.get(name, ())]
-            value = sum(totals[1:], start=totals[0]) if totals else torch.zeros_like(like[name])
-            wide_type = torch.promote_types(like[name].dtype, torch.float32)
-            values[name] = value.to(wide_type).reshape(like[name].shape)
-    return Sums({name: values[name] for name in like}, losses, norms, bad)
-
-
-def _usable(form: GradientForm) -> GradientForm:
-    """What was written out for its norm is not computed a second time for the sum."""
-    held = getattr(form, "written", ())
-    return DenseGradient(held[0]) if held else form
+    own = {name: list(parts) for name, parts in forms.items()}
+    found = finish(own, like, losses, Members(len(losses), keep), clip=clip)
+    return Sums(found.values, found.losses, found.norms, found.bad)
 
 
 def by_engine(
@@ -106,10 +87,13 @@ def rules(
 
     `show` is handed the losses as soon as they are known, before the backward pass.
     """
-    known = engine._try(model, loss_fn, batch, engine._snapshot(model))
-    layers, layout = known.layers, known.layout
-    if layers is None or layout is None:
+    try:
+        reading = engine.layers_for(model, loss_fn, batch)
+    except NotByLayer:
         return None
+    if reading is None:
+        return None
+    is_early = show is not None and reading.layout is not None
 
     def by_row(model: nn.Module, *batch: Any) -> Tensor:
         losses = batch_losses(model, loss_fn, batch)
@@ -117,10 +101,12 @@ def rules(
             show(losses.detach())
         return losses
 
-    shown = ModelLoss(by_row, by_row=True)
+    shown = ModelLoss(by_row, by_row=True) if is_early else loss_fn
 
     def forms(batch: tuple[Any, ...]) -> tuple[dict[str, list[GradientForm]], Tensor]:
-        found, losses = ghost_forms(model, shown, batch, layers=layers, layout=layout)
+        found, losses = reading.forms(model, shown, batch)
+        if show is not None and not is_early:  # under vmap no loss is known before all are
+            show(losses)
         with no_autocast(losses.device):
             return {name: merge(own) for name, own in found.items()}, losses
 

@@ -12,7 +12,7 @@ from torch import nn
 from noshuffle.clipping import Ghost
 from noshuffle.clipping.factor import Flat
 
-PLACES = "rows of some examples in the place of others"
+PLACES = "whole model written out per example"
 
 
 def by_sorted(lengths):
