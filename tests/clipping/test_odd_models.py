@@ -11,6 +11,7 @@ import torch
 from tests.clipping.odd_models import APART, MIXING, Odd, data
 from tests.clipping.twin import flat
 
+import noshuffle as ns
 from noshuffle.clipping import Flat, Ghost, PerExample
 
 
@@ -118,3 +119,18 @@ def test_one_example_by_brute_force(odd: Odd) -> None:
             if not is_random:  # with a row less, others have other masks
                 gaps.append((last_sum(odd, steps, without) - whole).norm())
             assert max(map(float, gaps)) <= 0.2 * 1.0001, (steps, i)
+
+
+@pytest.mark.parametrize("isolate", [False, True])
+def test_a_statement_says_how_examples_were_kept_apart(isolate: bool) -> None:
+    torch.manual_seed(0)
+    model = MIXING[1].make() if isolate else APART[0].make()
+    plan = ns.Plan.fit(ns.SinglePass(steps=2), mechanism="tree", noise_multiplier=1.0)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    private = ns.privatize(model, optimizer, plan, clip_norm=1.0, batch_size=6, isolate=isolate)
+    private.step(torch.nn.CrossEntropyLoss(), *data(APART[0], 0, 6))
+    said = private.statement().assumptions
+    apart = "Examples were kept apart by construction"
+    tried = "Only the first batch of each kind was tested for examples that influence each other."
+    assert any(apart in sentence for sentence in said) is isolate
+    assert (tried in said) is not isolate

@@ -55,4 +55,4 @@ def test_a_steady_step_makes_few_calls_in_few_files(mechanism: str, has_ids: boo
     private = ns.privatize(model, optimizer, plan, clip_norm=1.0, batch_size=ROWS)
     calls = walked(private, has_ids=has_ids)
     assert 100 < calls.total() <= 242, calls  # below, nothing was counted
-    assert len(calls) <= 29, sorted(calls)
+    assert len(calls) <= 32, sorted(calls)
