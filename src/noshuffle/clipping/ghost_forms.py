@@ -19,8 +19,8 @@ the model beforehand (`layers`, layout, route) and checks it. State: what a rout
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager, nullcontext
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack, nullcontext
 from functools import partial
 from typing import Any
 
@@ -49,22 +49,69 @@ from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Found, GradientTape, Route, rewritten, watching
 
 
-class _Recorder:
-    """Calls of the layers in one run, handed to the tape by rule."""
+class RecordedPass:
+    """One forward pass whose layers are recorded, and the backward pass that reads their gradients.
+
+        with recorded.hooks():
+            losses = …                    # one number per example, of one forward pass
+            forms = recorded.forms(losses)
+
+    The block may end behind the forward pass and be entered again for `forms`: a checkpointed part
+    runs once more there. `names`: the name of every trainable parameter by its id. For the other
+    options see `ghost_forms`.
+    """
 
     def __init__(
         self,
-        tape: GradientTape,
+        model: nn.Module,
+        *,
+        size: int,
+        inner: Sequence[torch.Size],
         layers: Layers,
         layout: ExampleAxes,
-        *,
-        is_alike: bool,
-        early: bool,
+        names: Mapping[int, str],
+        early: bool = False,
+        route: Route | None = None,
     ) -> None:
-        self.tape, self.layers, self.layout = tape, layers, layout
-        self.is_alike, self.early, self.is_cast = is_alike, early, False
+        self.model, self.layers, self.layout, self.names = model, layers, layout, names
+        self.tape = GradientTape(size, route=route or Route())
+        self.is_alike = tuple(inner) == layout.inner[: len(inner)]
+        self.early, self.is_cast = early, False
         self.calls = dict.fromkeys(layers.watched, 0)
         self.read: list[tuple[str, Tensor, int]] = []  # what norms were taken of, as it was then
+
+    def hooks(self) -> ExitStack:
+        """Record the calls of the layers, for as long as the block lasts."""
+        layers, tape = self.layers, self.tape
+        with ExitStack() as stack:
+            how: dict[str, Any] = {"inside": layers.rewritten.values()}
+            stack.enter_context(watching(self.model, layers.watched, self.seen, tape, **how))
+            if tape.route.is_cast:
+                stack.enter_context(cast_early(layers.ruled.values()))
+            if layers.norms:
+                stack.enter_context(ordered_early(layers.norms))
+            if self.layout.shared:
+                stack.enter_context(spread(layers, self.layout.shared, tape.size))
+            if layers.pools:
+                stack.enter_context(pooling_by_channel(layers.pools))
+            if torch.backends.cudnn.deterministic:
+                stack.enter_context(inputs_by_convolution(layers.ruled.values()))
+            return stack.pop_all()
+
+    def forms(self, losses: Tensor, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
+        """Per-example gradients by parameter name, of one backward pass of these losses."""
+        if not losses.requires_grad:
+            must_depend(losses)
+        for name, times in self.calls.items():
+            if self.is_alike and times != len(self.layout.calls.get(name, ())):
+                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
+        self.tape.route.is_cast = self.is_cast
+        with no_autocast(losses.device):  # a checkpoint sets its own
+            read = losses if asked is None else losses[asked.to(losses.device)]
+            forms = self.tape.forms(read, self.names)
+            if self.read:
+                self.check_read()
+        return forms
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
@@ -166,12 +213,6 @@ class _Recorder:
                 raise NotByLayer(f"the gradient at layer {name!r} is changed in place by a hook")
         self.read = []
 
-    def check_calls(self) -> None:
-        """Raise if a layer is called a number of times that examples may have decided."""
-        for name, times in self.calls.items():
-            if self.is_alike and times != len(self.layout.calls.get(name, ())):
-                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
-
 
 def written_out(
     layer: nn.Module,
@@ -210,74 +251,6 @@ def written_out(
     with rewritten(layer, GradientTape(1, is_on=False)):
         mapped = torch.vmap(of_one, in_dims=(list(in_axes), list(out_axes)))(values, list(grads))
     return {name: wide(grad) for name, grad in mapped.items()}
-
-
-class RecordedPass:
-    """One forward pass whose layers are recorded, and the backward pass that reads their gradients.
-
-        with recorded.hooks():
-            losses = …                    # one number per example, of one forward pass
-            forms = recorded.forms(losses)
-
-    The block may end behind the forward pass and be entered again for `forms`: a checkpointed part
-    runs once more there. `names`: the name of every trainable parameter by its id. For the other
-    options see `ghost_forms`.
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        size: int,
-        inner: Sequence[torch.Size],
-        layers: Layers,
-        layout: ExampleAxes,
-        names: Mapping[int, str],
-        early: bool = False,
-        route: Route | None = None,
-    ) -> None:
-        self.model, self.layers, self.layout, self.names = model, layers, layout, names
-        self.tape = GradientTape(size, route=route or Route())
-        is_alike = tuple(inner) == layout.inner[: len(inner)]
-        self.run = _Recorder(self.tape, layers, layout, is_alike=is_alike, early=early)
-
-    def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """A layer was called."""
-        self.run.seen(name, layer, args, kwargs, out)
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Record the calls of the layers, for as long as the block lasts."""
-        layers, tape = self.layers, self.tape
-        with ExitStack() as stack:
-            inside = layers.rewritten.values()
-            stack.enter_context(
-                watching(self.model, layers.watched, self.seen, tape, inside=inside)
-            )
-            if tape.route.is_cast:
-                stack.enter_context(cast_early(layers.ruled.values()))
-            if layers.norms:
-                stack.enter_context(ordered_early(layers.norms))
-            if self.layout.shared:
-                stack.enter_context(spread(layers, self.layout.shared, tape.size))
-            if layers.pools:
-                stack.enter_context(pooling_by_channel(layers.pools))
-            if torch.backends.cudnn.deterministic:
-                stack.enter_context(inputs_by_convolution(layers.ruled.values()))
-            yield
-
-    def forms(self, losses: Tensor, asked: Tensor | None = None) -> dict[str, list[GradientForm]]:
-        """Per-example gradients by parameter name, of one backward pass of these losses."""
-        if not losses.requires_grad:
-            must_depend(losses)
-        self.run.check_calls()
-        self.tape.route.is_cast = self.run.is_cast
-        with no_autocast(losses.device):  # a checkpoint sets its own
-            read = losses if asked is None else losses[asked.to(losses.device)]
-            forms = self.tape.forms(read, self.names)
-            if self.run.read:
-                self.run.check_read()
-        return forms
 
 
 def ghost_forms(
