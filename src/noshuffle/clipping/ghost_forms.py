@@ -21,8 +21,8 @@ from a trial of the model (`trial`). No state.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -59,19 +59,59 @@ from noshuffle.clipping.stateless import call_with
 from noshuffle.clipping.tape import Found, GradientTape, rewritten, watching
 
 
-class _Recorder:
-    """Calls of the layers in one run, handed to the tape by rule."""
+class RecordedPass:
+    """One forward pass whose layers are recorded, and the backward pass that reads their gradients.
+
+        with recorded.hooks():
+            losses = …                    # one number per example, of one forward pass
+            forms = recorded.forms(losses)
+
+    The block may end behind the forward pass and be entered again for `forms`: a checkpointed part
+    runs once more there. `names`: the name of every trainable parameter by its id. What the pass
+    writes into the model is the caller's concern (`state.restored`).
+    """
 
     def __init__(
         self,
-        tape: GradientTape,
+        model: nn.Module,
+        *,
+        size: int,
+        inner: Sequence[torch.Size],
         layers: Layers,
         layout: ExampleAxes,
-        *,
-        is_alike: bool,
+        names: Mapping[int, str],
     ) -> None:
-        self.tape, self.layers, self.layout, self.is_alike = tape, layers, layout, is_alike
+        self.model, self.layers, self.layout, self.names = model, layers, layout, names
+        self.tape = GradientTape(size)
+        self.is_alike = tuple(inner) == layout.inner[: len(inner)]
         self.calls = dict.fromkeys(layers.watched, 0)
+
+    def hooks(self) -> ExitStack:
+        """Record the calls of the layers, for as long as the block lasts."""
+        layers, tape = self.layers, self.tape
+        with ExitStack() as stack:
+            inside = layers.rewritten.values()
+            hooks = watching(self.model, layers.watched, self.seen, tape, inside=inside)
+            stack.enter_context(hooks)
+            if self.layout.shared:
+                stack.enter_context(spread(layers, self.layout.shared, tape.size))
+            if layers.pools:
+                stack.enter_context(pooling_by_channel(layers.pools))
+            if torch.backends.cudnn.deterministic:
+                stack.enter_context(inputs_by_convolution(layers.ruled.values()))
+            return stack.pop_all()
+
+    def forms(self, losses: Tensor) -> dict[str, list[GradientForm]]:
+        """Per-example gradients by parameter name, of one backward pass of these losses.
+
+        Raises NotByLayer if a layer was called a number of times that examples may have decided.
+        """
+        must_depend(losses)
+        for name, times in self.calls.items():
+            if self.is_alike and times != len(self.layout.calls.get(name, ())):
+                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
+        with no_autocast(losses.device):  # a checkpoint sets its own
+            return self.tape.forms(losses, self.names)
 
     def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
         """A layer was called."""
@@ -160,12 +200,6 @@ class _Recorder:
         if any(reached):
             self.tape.record(build, *(t for t in outs if t.requires_grad))
 
-    def check_calls(self) -> None:
-        """Raise if a layer is called a number of times that examples may have decided."""
-        for name, times in self.calls.items():
-            if self.is_alike and times != len(self.layout.calls.get(name, ())):
-                raise NotByLayer(f"layer {name!r} is called a number of times that changes")
-
 
 def written_out(
     layer: nn.Module,
@@ -204,61 +238,6 @@ def written_out(
     with rewritten(layer, GradientTape(1, is_on=False)):
         mapped = torch.vmap(of_one, in_dims=(list(in_axes), list(out_axes)))(values, list(grads))
     return {name: wide(grad) for name, grad in mapped.items()}
-
-
-class RecordedPass:
-    """One forward pass whose layers are recorded, and the backward pass that reads their gradients.
-
-        with recorded.hooks():
-            losses = …                    # one number per example, of one forward pass
-        forms = recorded.forms(losses)
-
-    A pass with checkpointed parts calls `forms` in a block of `hooks`, too. `names`: the name of
-    every trainable parameter by its id. What the pass writes into the model is the caller's concern
-    (`state.restored`).
-    """
-
-    def __init__(
-        self,
-        model: nn.Module,
-        *,
-        size: int,
-        inner: Sequence[torch.Size],
-        layers: Layers,
-        layout: ExampleAxes,
-        names: Mapping[int, str],
-    ) -> None:
-        self.model, self.layers, self.layout, self.names = model, layers, layout, names
-        self.tape = GradientTape(size)
-        is_alike = tuple(inner) == layout.inner[: len(inner)]
-        self.run = _Recorder(self.tape, layers, layout, is_alike=is_alike)
-
-    def seen(self, name: str, layer: nn.Module, args: Any, kwargs: Any, out: Any) -> None:
-        """A layer was called."""
-        self.run.seen(name, layer, args, kwargs, out)
-
-    @contextmanager
-    def hooks(self) -> Iterator[None]:
-        """Record the calls of the layers, for as long as the block lasts."""
-        layers, tape = self.layers, self.tape
-        with ExitStack() as stack:
-            inside = layers.rewritten.values()
-            hooks = watching(self.model, layers.watched, self.seen, tape, inside=inside)
-            stack.enter_context(hooks)
-            if self.layout.shared:
-                stack.enter_context(spread(layers, self.layout.shared, tape.size))
-            if layers.pools:
-                stack.enter_context(pooling_by_channel(layers.pools))
-            if torch.backends.cudnn.deterministic:
-                stack.enter_context(inputs_by_convolution(layers.ruled.values()))
-            yield
-
-    def forms(self, losses: Tensor) -> dict[str, list[GradientForm]]:
-        """Per-example gradients by parameter name, of one backward pass of these losses."""
-        must_depend(losses)
-        self.run.check_calls()
-        with no_autocast(losses.device):  # a checkpoint sets its own
-            return self.tape.forms(losses, self.names)
 
 
 def ghost_forms(
