@@ -231,21 +231,16 @@ def test_a_full_device_makes_it_lean():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_channels_last_have_the_sum_of_channels_first(dtype):
-    """Norms of a GPU bring them in front, and clipping reads that copy."""
     torch.manual_seed(0)
     conv, norm = nn.Conv2d(3, 16, 3, padding=1), nn.GroupNorm(4, 16)
     model = nn.Sequential(conv, norm, nn.ReLU(), nn.Flatten(), nn.Linear(16 * 64, 5)).to(
         CUDA, dtype
     )
     x, y = torch.randn(6, 3, 8, 8, device=CUDA, dtype=dtype), torch.arange(6, device=CUDA) % 5
-    seen = []
-    norm.register_forward_hook(lambda layer, args, out: seen.append(args[0].is_contiguous()))
     want = PerExample().clipped_sum(model, F.cross_entropy, (x, y), clip=Flat(0.1))
     model.to(memory_format=torch.channels_last)
     last, engine = x.to(memory_format=torch.channels_last), Ghost()
-    seen.clear()
     got = engine.clipped_sum(model, F.cross_entropy, (last, y), clip=Flat(0.1))
     assert not engine.fallbacks
-    assert any(seen)
     room = 1e-2 if dtype is torch.bfloat16 else 2e-3
     torch.testing.assert_close(flat(got.values), flat(want.values), rtol=room, atol=room * 0.1)

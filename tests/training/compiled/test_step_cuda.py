@@ -91,6 +91,18 @@ def test_captured_run_equals_the_eager_run(optimizer, strategy, off_grid):
     assert fast._parts.noise.step == 12
 
 
+def test_a_graph_under_the_callers_autocast_reads_the_weights_of_every_step():
+    """It had captured casts that an eager pass left in autocast's cache: old weights, freed."""
+    runs = [make(compile=c, z=0.0) for c in (False, "auto")]
+    for private in runs:
+        for t in range(8):
+            with torch.autocast("cuda", torch.bfloat16):
+                list(walk(private, 1, start=t, sizes=(16,) * 4))
+            torch.cuda.empty_cache()
+    assert "compiled for up to 16 rows" in runs[1].why, runs[1].fallbacks
+    torch.testing.assert_close(weights(runs[1]), weights(runs[0]), rtol=2e-2, atol=2e-3)
+
+
 def test_captured_steps_between_batches_in_parts_equal_the_eager_run(off_grid):
     """Parts are eager: the graphs go on behind them."""
     runs, (x, y) = [make(compile=c) for c in (False, "auto")], data()

@@ -107,6 +107,20 @@ def warmed(do: Callable[[], Any], device: torch.device) -> None:
 
 
 @contextmanager
+def without_autocast_cache() -> Iterator[None]:
+    """Cast every weight anew: a graph must not read casts that an eager pass left in the cache.
+
+    They are of older weights, and freed when the caller leaves autocast (torch 2.6 to 2.13).
+    """
+    was_enabled = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(was_enabled)
+
+
+@contextmanager
 def _no_garbage_collection() -> Iterator[None]:
     """A graph that is given up while another is captured ends that capture (torch resets it)."""
     was_enabled = gc.isenabled()

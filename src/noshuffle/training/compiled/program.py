@@ -20,7 +20,13 @@ from noshuffle.clipping.products import repeatable
 from noshuffle.participation import Mask
 from noshuffle.release.units import Ids
 from noshuffle.training.compiled.flat import Sums, TotalFn
-from noshuffle.training.compiled.graphs import BatchBuffers, Captured, Signal, warmed
+from noshuffle.training.compiled.graphs import (
+    BatchBuffers,
+    Captured,
+    Signal,
+    warmed,
+    without_autocast_cache,
+)
 from noshuffle.training.compiled.release import CapturedRelease
 from noshuffle.training.compiled.staged import StagedUsers
 from noshuffle.training.compiled.update import Update
@@ -102,7 +108,7 @@ class Program(BatchBuffers):
             self._summed.raise_()
             self.sums = sums
 
-        with repeatable():
+        with repeatable(), without_autocast_cache():
             if self.captures:
                 warmed(do, self.device)
             self._sum = self._captured(do)
