@@ -1,7 +1,7 @@
 """`make mutants`: plants every privacy bug in a copy of src/ and runs the tests that must notice.
 
     python -m tests.mutants                   all mutants, a table, exit status 1 if one survives
-    python -m tests.mutants --only restart    those whose name or fault has this word
+    python -m tests.mutants --only restart    those whose name, file or promise has this word
     python -m tests.mutants --log FILE        results go to FILE; what stands there is not run again
     python -m tests.mutants --clean 100       the same tests without a bug, so many times
     python -m tests.mutants --clean 100 --of test_covariance,test_laws        those of them alone
@@ -129,14 +129,14 @@ def table(chosen: Sequence[Mutant], jobs: int, log: Path | None) -> int:
 
     left = 0
     print(
-        "| # | mutant | fault | file | | killed by | suite | s |\n" + "|---" * 8 + "|", flush=True
+        "| # | mutant | promise | file | | killed by | suite | s |\n" + "|---" * 8 + "|", flush=True
     )
     with ThreadPoolExecutor(jobs) as pool:
         for number, (mutant, told) in enumerate(zip(chosen, pool.map(result, chosen)), start=1):
             left += told["word"] != "killed"
             shown = told["by"].replace("\n", " ").replace("|", "/")
             print(
-                f"| {number} | {mutant.name} | {mutant.fault} | {mutant.file} | {told['word']} "
+                f"| {number} | {mutant.name} | {mutant.promise} | {mutant.file} | {told['word']} "
                 f"| {shown} | {told['suite']} | {told['seconds']:.0f} |",
                 flush=True,
             )
@@ -146,7 +146,7 @@ def table(chosen: Sequence[Mutant], jobs: int, log: Path | None) -> int:
 
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.mutants", description=__doc__)
-    parser.add_argument("--only", default="", help="a word of the name, the file or the fault")
+    parser.add_argument("--only", default="", help="a word of the name, the file or the promise")
     parser.add_argument("--jobs", type=int, default=2)
     parser.add_argument("--clean", type=int, default=0, metavar="TIMES")
     parser.add_argument(
@@ -155,7 +155,7 @@ def main() -> int:
     parser.add_argument("--unchecked", action="store_true", help="without the clean run before")
     parser.add_argument("--of", default="", metavar="WORDS", help="tests named by one of a,b,c")
     asked = parser.parse_args()
-    chosen = [m for m in MUTANTS if asked.only in f"{m.name} {m.file} {m.fault}"]
+    chosen = [m for m in MUTANTS if asked.only in f"{m.name} {m.file} {m.promise}"]
     by = sorted({test for mutant in chosen for test in mutant.by})
     by = [test for test in by if any(word in test for word in asked.of.split(","))]
     if asked.clean:

@@ -1,6 +1,6 @@
 """A privacy bug as a patch: the text it replaces, and the tests that must notice.
 
-    Mutant("noise at half scale", "src/noshuffle/noise/stream.py", old, new, by=("tests/noise/…",))
+    Mutant("noise has the scale of the plan", "half of it", "noise/stream.py", old, new, by)
 
 A mutant is applied to a copy of `src/`, never to the checkout. `old` must stand exactly once in its
 file, so that a mutant cannot outlive the line it is about without being seen (test_mutants.py).
@@ -17,18 +17,17 @@ ROOT = Path(__file__).resolve().parents[2]
 
 @dataclass(frozen=True)
 class Mutant:
-    """One fault: what it is, where it stands, which tests kill it.
+    """One fault: the promise that it breaks, what it is, where it stands, which tests kill it.
 
-    `by` are pytest node ids or files; `fault` names the line of the list of known faults that it
-    repeats (G1 … G15 are those of version 0.1, P1 … P16 the pitfalls of correlated noise).
+    `by` are pytest node ids or files.
     """
 
+    promise: str
     name: str
     file: str
     old: str
     new: str
     by: tuple[str, ...]
-    fault: str = ""
 
     def changed(self) -> str:
         """The file's text with the fault in it."""

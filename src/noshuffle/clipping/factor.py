@@ -205,7 +205,6 @@ class ClippedSum:
     losses: Tensor  # one per example
     bad: Tensor  # one truth value per unit
     present: Tensor
-    shown: Tensor | None = None  # losses that came along while a device was waited for
 
     @property
     def units(self) -> int:

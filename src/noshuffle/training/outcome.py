@@ -21,8 +21,6 @@ class Outcome:
     norms: Tensor
     bad: Tensor
     dropped: int
-    #: The losses in ordinary memory, where they are there already.
-    shown: Tensor | None = None
 
     def __repr__(self) -> str:
         return f"Outcome({len(self.losses)} examples; raw figures in .losses, .norms)"
@@ -35,7 +33,7 @@ class Outcome:
     @property
     def loss(self) -> float:
         """Mean loss of the finite examples (NaN if there are none)."""
-        own = self.losses if self.shown is None else self.shown
+        own = self.losses
         if own.device.type != "cpu" or own.dtype is not torch.float32:
             own = own.to("cpu", torch.float64)
         return mean_of_finite(own.numpy())

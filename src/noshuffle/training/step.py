@@ -166,7 +166,7 @@ class Step:
     def _outcome(self) -> Outcome:
         if len(self._sums) == 1:
             only = self._sums[0]
-            return Outcome(only.losses, only.norms, only.bad, self._dropped, only.shown)
+            return Outcome(only.losses, only.norms, only.bad, self._dropped)
         losses, norms, bad = (
             torch.cat([getattr(s, name) for s in self._sums]) for name in ("losses", "norms", "bad")
         )
