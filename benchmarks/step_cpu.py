@@ -126,7 +126,7 @@ def phase_functions() -> list[tuple[object, str, str]]:
         (torch.autograd, "grad", "backward, norms"),
         (rules_conv.Convolution, "squares", "norms of convolutions"),
         (members, "clip_factors", "factors"),
-        (members._Gradients, "add_up", "weighted sums"),
+        (members, "_total", "weighted sums"),
         (NoiseStream, "add_", "noise, divide"),
         (torch.optim.SGD, "step", "optimizer"),
         (training_step.Step, "_outcome", "outcome"),

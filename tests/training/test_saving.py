@@ -94,7 +94,7 @@ def test_a_run_that_is_asked_to_end_goes_on_at_its_next_step(
     assert process.stdout.readline() == "begun\n"
     process.send_signal(number)
     try:
-        _, said = process.communicate(timeout=60)
+        _, said = process.communicate(timeout=300)
     finally:
         process.kill()
     assert process.returncode == -number or "KeyboardInterrupt" in said, said
@@ -113,7 +113,7 @@ def test_a_process_that_ends_in_order_or_by_an_exception_leaves_its_last_step(
     how: str, tmp_path: Path
 ) -> None:
     process = child(tmp_path / "run", how)
-    process.communicate(timeout=60)
+    process.communicate(timeout=300)
     assert process.returncode == (how == "error")
     assert saved(tmp_path / "run") == [5]
 
