@@ -386,8 +386,6 @@ def test_bad_input_is_one_line():
         make(model, clip_norm=None)
     with pytest.raises(InvalidInput, match="batch_size"):
         make(model, batch_size=0)
-    with pytest.raises(InvalidInput, match="protects one example"):
-        make(model, unit="user")
     with pytest.raises(InvalidInput, match="on_violation"):
         make(model, on_violation="ignore")
     with pytest.raises(InvalidInput, match=r"'2\.weight' is trainable but not in the optimizer"):

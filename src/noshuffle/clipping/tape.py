@@ -161,11 +161,6 @@ def outermost(losses: Tensor, edges: Sequence[GradientEdge]) -> list[int]:
     return [i for i, edge in enumerate(edges) if not hides.get(edge.node, True)]
 
 
-def with_rewrite(model: nn.Module) -> list[nn.Module]:
-    """The layers that `rewritten` is about, for whoever runs a model many times."""
-    return [layer for layer in model.modules() if find_rewrite(layer) is not None]
-
-
 def rewritten(
     model: nn.Module, tape: GradientTape, *, only: Iterable[nn.Module] | None = None
 ) -> AbstractContextManager[None]:

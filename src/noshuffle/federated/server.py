@@ -68,7 +68,6 @@ class ServerOptimizer(OneOwner):
         source: where noise comes from; fresh keys of the operating system by default.
         run: a folder for secret, log and statement; None keeps them in memory.
         fork_of: a run that ends here, and whose cost this one adds to its own.
-        initial: where the initial parameters come from, for the statement; not from the users.
         budget: what all runs on the same users draw on (`noshuffle.Budget`).
     """
 
@@ -83,7 +82,6 @@ class ServerOptimizer(OneOwner):
         source: Source | None = None,
         run: Run = None,
         fork_of: Run = None,
-        initial: str = INITIAL,
         budget: Account | None = None,
     ) -> None:
         checks.check_parts(plan, clip=clip, cohort_size=cohort_size, optimizer_fn=optimizer_fn)
@@ -102,7 +100,7 @@ class ServerOptimizer(OneOwner):
             run=run,
             fork_of=fork_of,
             source=source,
-            facts={"initial": initial, "optimizer": checks.rule_of(self.optimizer)},
+            facts={"initial": INITIAL, "optimizer": checks.rule_of(self.optimizer)},
             budget=budget,
         )
         self._open: tuple[Cohort, Ticket] | None = None

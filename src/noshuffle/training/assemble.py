@@ -48,7 +48,6 @@ def privatize(
     batch_size: int,
     clip_norm: float | None = None,
     clip: Clip | QuantileClip | None = None,
-    unit: str | None = None,
     reduce: str = "mean",
     engine: Engine | None = None,
     isolate: bool = False,
@@ -58,7 +57,6 @@ def privatize(
     save_every: float | None = None,
     on_violation: str = "refuse",
     compile: bool | str = "auto",
-    initial: str = INITIAL,
     budget: Account | None = None,
     augment: int | Augment | None = None,
     average: float | None = None,
@@ -69,7 +67,6 @@ def privatize(
         batch_size: the constant that every noisy sum is divided by, whatever arrives.
         clip_norm, clip: bound on one unit's contribution; a number, or `Flat`, `PerLayer`,
             `QuantileClip` (follows a quantile; identity noise or trees that restart).
-        unit: said again to be safe; must equal the plan's ("example" or "user").
         reduce: how the examples of one user become one gradient, "mean" or "sum".
         engine: a clipping engine; by default the one that suits the model.
         isolate: keep examples apart by construction (vmap), which costs time. Otherwise the first
@@ -84,8 +81,6 @@ def privatize(
         compile: "auto" captures `private.step` in CUDA graphs where that pays, True also has
             torch's compiler fuse it (some seconds more at the first step), False never does.
             `private.why` says what came of it.
-        initial: where the initial weights came from, in words for the statement; they must not
-            depend on the protected data.
         budget: what all runs on the same data draw on (`noshuffle.Budget`).
         augment: how many augmented copies of every row a step sees (images; or an `Augment`). They
             are one contribution of one row, so ε is the same; `private.step` then needs ids.
@@ -95,7 +90,7 @@ def privatize(
         raise InvalidInput(f"compile must be 'auto', True or False; got {compile!r}")
     one_of(("refuse", "drop"), on_violation=on_violation)
     one_of(("mean", "sum"), reduce=reduce)
-    check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size, unit)
+    check_arguments(model, optimizer, plan, engine, clip_norm, clip, batch_size)
     bound: Any = clip if clip_norm is None else Flat(float(clip_norm))
     inner = original(model)
     parameters = trainable(inner)
@@ -119,7 +114,7 @@ def privatize(
         run=run,
         fork_of=fork_of,
         source=source,
-        facts={"initial": initial, "isolation": APART if is_apart else TRIED},
+        facts={"initial": INITIAL, "isolation": APART if is_apart else TRIED},
         budget=budget,
     )
     try:
@@ -157,7 +152,6 @@ def check_arguments(
     clip_norm: float | None,
     clip: Clip | QuantileClip | None,
     batch_size: int,
-    unit: str | None,
 ) -> None:
     """Refuse what no private run can be made of."""
     if dist.is_available() and dist.is_initialized() and (ranks := dist.get_world_size()) > 1:
@@ -179,8 +173,6 @@ def check_arguments(
         raise InvalidInput(
             f"engine must be a clipping engine such as noshuffle.clipping.Ghost(), got {engine!r}"
         )
-    if unit not in (None, plan.unit):
-        raise InvalidInput(f"the plan protects one {plan.unit}, got unit={unit!r}; fit it again")
     for name, p in model.named_parameters():
         if isinstance(p, nn.UninitializedParameter):
             raise InvalidInput(
